@@ -1,0 +1,1 @@
+"""Everything that decides, and every front door."""

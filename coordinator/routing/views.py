@@ -1,0 +1,60 @@
+"""What routing sees of a worker. Pure values; the coordinator publishes them, gateways add what they know themselves."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from protos.ids import Incarnation, WorkerId
+
+
+class Role(enum.StrEnum):
+    """A worker's label. Every worker can serve every leg; the label says which ones it is offered."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+
+
+class WorkerState(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """One rank's transfer node, as peers reach it."""
+
+    rank: int
+    address: str
+    host_id: str
+    ucx_worker_address: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker as the coordinator last saw it.
+
+    `fingerprint` is equal for workers whose KV bytes mean the same; `running`, `waiting` and `kv_usage` are as old as
+    `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
+    """
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    pool: str
+    role: Role
+    state: WorkerState
+    address: str
+    pid: int
+    fingerprint: bytes
+    ranks: tuple[RankView, ...]
+    max_transfer_tokens: int
+    transports: tuple[str, ...]
+    running: int = 0
+    waiting: int = 0
+    leases: int = 0
+    kv_usage: float = 0.0
+    heartbeat_age_s: float = 0.0
+    detail: str = ""

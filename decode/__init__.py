@@ -1,0 +1,1 @@
+"""The decode phase's worker service, which also holds the colocated path."""

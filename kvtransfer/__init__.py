@@ -1,0 +1,1 @@
+"""Layout, leases, sessions, staging and transports of KV between two workers, and the vLLM connector."""
