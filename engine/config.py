@@ -45,9 +45,7 @@ class EngineSettings(BaseModel):
     seed: int = 0
     omp_threads: PositiveInt = Field(1, description="CPU only: threads of one rank's forward pass.")
     start_timeout_s: float = Field(300.0, gt=0)
-    extra_arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Passed to vLLM's AsyncEngineArgs as they are."
-    )
+    extra_arguments: dict[str, Any] = Field(default_factory=dict, description="Passed to vLLM's AsyncEngineArgs as they are.")
     simulated: SimulatedSettings = SimulatedSettings()
 
     @property

@@ -12,6 +12,4 @@ class PrefillSettings(BaseModel):
 
     max_waiting_requests: PositiveInt = 64
     max_waiting_tokens: PositiveInt = 65536
-    staging_wait_s: float = Field(
-        2.0, ge=0, description="How long a leg may wait for send staging before it is refused."
-    )
+    staging_wait_s: float = Field(2.0, ge=0, description="How long a leg may wait for send staging before it is refused.")

@@ -153,12 +153,8 @@ class SplitpointError(Exception):
         )
 
 
-def _rebuild(
-    code: Code, message: str, param: str, retry_after_s: float, error_id: str, tokens_sent: int
-) -> SplitpointError:
-    return SplitpointError(
-        code, message, param=param, retry_after_s=retry_after_s, error_id=error_id, tokens_sent=tokens_sent
-    )
+def _rebuild(code: Code, message: str, param: str, retry_after_s: float, error_id: str, tokens_sent: int) -> SplitpointError:
+    return SplitpointError(code, message, param=param, retry_after_s=retry_after_s, error_id=error_id, tokens_sent=tokens_sent)
 
 
 def invalid(param: str, message: str) -> SplitpointError:
