@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from kvtransfer.config import KvTransferSettings
+from protos.ids import Incarnation
 
 
 class SimulatedSettings(BaseModel):
@@ -52,3 +56,20 @@ class EngineSettings(BaseModel):
     def world_size(self) -> int:
         """Ranks of one engine: one placement-group bundle each."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEngineConfig:
+    """What an engine's ranks need to run their transfer nodes. Not configuration of the user's: the worker actor fills it
+    at start. `None` in its place means an engine without KV transfer.
+
+    `register_address` (host:port) is where a rank calls `WorkerService.RegisterRank`; `control_token` guards that call and
+    every control call back to the node. `model_hash` and `tokenizer_hash` enter `KvCompatibility` as they are.
+    """
+
+    settings: KvTransferSettings
+    incarnation: Incarnation
+    control_token: str
+    register_address: str
+    model_hash: str
+    tokenizer_hash: str
