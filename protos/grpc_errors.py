@@ -1,0 +1,67 @@
+"""`SplitpointError` over gRPC: a rich status (`google.rpc.Status`) whose details hold our `ErrorDetail`.
+
+Server side: `await abort(context, error)`. Client side: `raise from_rpc_error(exc)`. Standard clients that know nothing of us
+read the status code, its message and, when a delay was said, `google.rpc.RetryInfo`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from protos.errors import Code, SplitpointError
+from protos.splitpoint.v1 import common_pb2
+
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS = 1024
+"""Metadata beyond 8 KiB is dropped or fails the call; the text travels twice and non-ASCII costs three bytes a byte."""
+
+_BARE_CODES = {
+    grpc.StatusCode.UNAVAILABLE: Code.WORKER_LOST,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Code.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: Code.CANCELLED,
+    grpc.StatusCode.UNIMPLEMENTED: Code.INCOMPATIBLE_PEER,
+    grpc.StatusCode.UNAUTHENTICATED: Code.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: Code.PERMISSION_DENIED,
+}
+
+
+def error_metadata(error: SplitpointError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata that carries `error` whole."""
+    detail = error.to_proto()
+    detail.message = detail.message[:MAX_MESSAGE_CHARS]
+    status = status_pb2.Status(code=error.status.grpc.value[0], message=detail.message)
+    status.details.add().Pack(detail)
+    if error.retry_after_s > 0:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+async def abort(context: Any, error: SplitpointError) -> NoReturn:
+    """End a `grpc.aio` call with `error`. Raises grpc's own abort exception, which the handler must let through."""
+    await context.abort(error.status.grpc, error.message[:MAX_MESSAGE_CHARS], error_metadata(error))
+    raise AssertionError("abort returned")
+
+
+def from_rpc_error(exc: grpc.RpcError) -> SplitpointError:
+    """The `SplitpointError` that ended a call, sync or aio.
+
+    A status without our details (the peer is gone, the call's own deadline, an unknown method) maps by its code; anything
+    else a peer did not explain is `INTERNAL`.
+    """
+    for key, value in exc.trailing_metadata() or ():
+        if key != DETAILS_KEY:
+            continue
+        status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
+        for packed in status.details:
+            detail = common_pb2.ErrorDetail()
+            if packed.Unpack(detail):
+                return SplitpointError.from_proto(detail)
+    grpc_code: grpc.StatusCode = exc.code()
+    text = f"{grpc_code.name}: {exc.details() or ''}"
+    return SplitpointError(_BARE_CODES.get(grpc_code, Code.INTERNAL), text[:MAX_MESSAGE_CHARS])
