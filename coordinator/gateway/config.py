@@ -1,0 +1,40 @@
+"""Settings of one gateway, frozen. Composed into the whole configuration by `coordinator.config`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class GatewaySettings(BaseModel):
+    """Where one gateway listens and what it accepts. Port 0 means "any free port"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(8000, ge=0, le=65535)
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    admin_host: str = "127.0.0.1"
+    admin_port: int = Field(50052, ge=0, le=65535)
+
+    served_model_name: str | None = Field(None, description="None: the engine's own `served_model_name`.")
+    default_path: Literal["split", "colocated"] = "split"
+    default_deadline_s: PositiveFloat = Field(600.0, description="For requests that bring no deadline of their own.")
+    max_deadline_s: PositiveFloat = Field(3600.0, description="A longer deadline of a client is cut to this.")
+    retry_budget: NonNegativeInt = Field(2, description="Further attempts that one request may start before its first token.")
+    allow_recompute: bool = Field(True, description="False: a transfer that fails is never replaced by computing on decode.")
+
+    max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="HTTP request body.")
+    grpc_max_receive_bytes: PositiveInt = 64 * 1024 * 1024
+    max_choices: PositiveInt = Field(64, description="Choices of one request: its prompts times `n`.")
+    max_logprobs: NonNegativeInt = Field(20, description="Alternatives per position.")
+    max_stop_strings: PositiveInt = 16
+    max_stop_chars: PositiveInt = Field(256, description="Characters of one stop string.")
+
+    sse_keepalive_s: NonNegativeFloat = Field(15.0, description="Silence after which a stream gets an SSE comment; 0: never.")
+    tokenize_inline_chars: NonNegativeInt = Field(8192, description="Longer texts are tokenised on a thread.")
+    grpc_reflection: bool = True
+    grpc_keepalive_min_ping_ms: PositiveInt = 10_000
+    readiness_poll_s: PositiveFloat = Field(0.2, description="How often a health watch looks at the core.")
