@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from kvtransfer.config import KvTransferSettings
 from protos.ids import Incarnation
@@ -24,6 +24,7 @@ class SimulatedSettings(BaseModel):
     num_kv_blocks: PositiveInt = 2048
     block_bytes: PositiveInt = 4096
     vocab_size: PositiveInt = 32000
+    eos_token_id: NonNegativeInt | None = Field(2, description="None: the model never ends by itself.")
     time_scale: float = Field(1.0, gt=0, description="Model seconds are multiplied by this before they are slept.")
 
 
