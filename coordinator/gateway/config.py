@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from coordinator.gateway.client_config import WorkerClientSettings
+from coordinator.routing.config import RoutingSettings
+
 
 class GatewaySettings(BaseModel):
     """Where one gateway listens and what it accepts. Port 0 means "any free port"."""
@@ -37,4 +40,6 @@ class GatewaySettings(BaseModel):
     tokenize_inline_chars: NonNegativeInt = Field(8192, description="Longer texts are tokenised on a thread.")
     grpc_reflection: bool = True
     grpc_keepalive_min_ping_ms: PositiveInt = 10_000
+    routing: RoutingSettings = RoutingSettings()
+    worker_client: WorkerClientSettings = WorkerClientSettings()
     readiness_poll_s: PositiveFloat = Field(0.2, description="How often a health watch looks at the core.")
