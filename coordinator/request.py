@@ -61,6 +61,7 @@ from protos.ids import AttemptId, Incarnation
 from protos.splitpoint.v1 import kv_transfer_pb2, worker_pb2
 
 STORY_LINES = 64
+UNASKED = frozenset({Code.CANCELLED, Code.NO_WORKER})
 
 
 class Request:
@@ -298,7 +299,11 @@ class Request:
     # Failures -------------------------------------------------------------------------------------------------------------
 
     def _leg_reported_failure(self, leg: Leg, event: worker_pb2.LegEvent) -> list[Action]:
-        return self._leg_failed(leg, SplitpointError.from_proto(event.failed))
+        error = SplitpointError.from_proto(event.failed)
+        if error.code in UNASKED:
+            # What this gateway aborts is no longer live: the worker ends the attempt for reasons of its own, it stops or starts.
+            error = SplitpointError(Code.WORKER_LOST, f"worker {leg.worker.worker_id} ended the leg: {error.message}")
+        return self._leg_failed(leg, error)
 
     def _leg_failed(self, leg: Leg, error: SplitpointError) -> list[Action]:
         actions: list[Action] = self._over(leg)

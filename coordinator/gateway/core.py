@@ -1,0 +1,116 @@
+"""Runs submissions: composes routing, membership, metrics and the running choices of one gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from coordinator.gateway.api import Submission
+from coordinator.gateway.config import GatewaySettings
+from coordinator.gateway.generation import RunningChoice
+from coordinator.gateway.membership import Membership
+from coordinator.gateway.metrics import GatewayMetrics
+from coordinator.routing.router import Router
+from coordinator.routing.views import Role, WorkerView
+
+log = structlog.get_logger(__name__)
+
+
+class GatewayCore:
+    """Implements `coordinator.gateway.api.Core`. Belongs to one event loop; feed `membership`, then `submit`.
+
+    `clock` is monotonic seconds, the one that `Submission.received_s` is taken from.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.clock = clock
+        self.router = Router(settings.routing, rng or random.Random())
+        self.membership = Membership(self.router, settings.worker_client, clock=clock)
+        self.running: set[RunningChoice] = set()
+        """Choices that have started and not ended."""
+        metrics.before_exposition = self.refresh_gauges
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, submission: Submission) -> RunningChoice:
+        """One choice; starts at the first iteration."""
+        return RunningChoice(self, submission)
+
+    def ready(self) -> bool:
+        """A connected worker in each phase of a pair, or one that serves the whole request by its label."""
+        connected = self.membership.connected
+        workers = {role: any(connected(v.incarnation) for v in self.router.ready_workers(role)) for role in Role}
+        if workers[Role.COLOCATED] or (self.router.has_pair() and workers[Role.PREFILL] and workers[Role.DECODE]):
+            return True
+        return self.settings.default_path == "colocated" and workers[Role.DECODE]
+
+    @property
+    def in_flight(self) -> int:
+        """Choices that have started and not ended."""
+        return len(self.running)
+
+    def blame(self, workers: tuple[WorkerView, ...], code: str) -> None:
+        """A fault of one worker, or of a pair."""
+        key = _breaker_key(workers)
+        if self.router.breakers.failed(key, self.clock()):
+            self.metrics.breaker_opened(code)
+            log.warning("breaker_opened", workers=[v.worker_id for v in workers], code=code)
+
+    def credit(self, workers: tuple[WorkerView, ...]) -> None:
+        """They did their part."""
+        breakers = self.router.breakers
+        if breakers:
+            breakers.succeeded(_breaker_key(workers))
+
+    def refresh_gauges(self) -> None:
+        """Bring the gauges that nobody pushes up to date; called before an exposition."""
+        self.metrics.in_flight(self.in_flight)
+        self.metrics.fleet(
+            open_breakers=len(self.router.breakers.open_keys(self.clock())),
+            connected_workers=sum(self.membership.connected(v.incarnation) for v in self.membership.views),
+        )
+
+    def began(self, choice: RunningChoice) -> None:
+        """Called by a choice when it starts."""
+        self.running.add(choice)
+        self._idle.clear()
+        self.metrics.in_flight(len(self.running))
+
+    def ended(self, choice: RunningChoice) -> None:
+        """Called by a choice when it has ended, whether or not it had started."""
+        self.running.discard(choice)
+        self.metrics.in_flight(len(self.running))
+        if not self.running:
+            self._idle.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight. False when the time is over first; nothing is ended here."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End every choice and every stream. Aborts and releases are written first. Idempotent."""
+        for choice in list(self.running):
+            choice.end("shutdown")
+        await self.membership.close()
+
+
+def _breaker_key(workers: Iterable[WorkerView]) -> object:
+    keys = tuple(view.incarnation for view in workers)
+    return keys[0] if len(keys) == 1 else keys

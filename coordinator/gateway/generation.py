@@ -1,0 +1,377 @@
+"""One running choice: carries out what its state machine (`coordinator.request`) says.
+
+No task belongs to a choice. Workers' events reach `_on_leg_event` on their stream's reader, the deadline is one timer of
+the loop, and the front end's iteration only takes what lies ready. So a slow client delays nobody, and nothing can be left
+running: every end goes through `_end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import structlog
+
+from coordinator.gateway.api import Finished, Submission, Tokens
+from coordinator.gateway.ledger import LedgerRecorder, Window
+from coordinator.gateway.legs import LegBuilder
+from coordinator.request import Request
+from coordinator.request_actions import (
+    AbortLeg,
+    Action,
+    Blame,
+    ChooseRoute,
+    Closed,
+    Credit,
+    DeadlinePassed,
+    Emit,
+    Ended,
+    Event,
+    Fail,
+    Fault,
+    Finish,
+    LegOver,
+    NoRoute,
+    Note,
+    ReleaseTransfer,
+    RequestSpec,
+    Routed,
+    SendColocated,
+    SendDecode,
+    SendPrefill,
+    SendPrepare,
+    Start,
+)
+from coordinator.request_states import TERMINAL
+from coordinator.routing.goals import PairRoute, Refusal, Route
+from coordinator.routing.views import WorkerView
+from protos.errors import Code, SplitpointError
+from protos.ids import AttemptId, token_hash
+from protos.splitpoint.v1 import common_pb2, worker_pb2
+
+if TYPE_CHECKING:
+    from coordinator.gateway.core import GatewayCore
+
+MAX_UNREAD_EVENTS = 64
+"""Beyond it new tokens join the last unread event, so that a slow client costs its tokens and no more."""
+log = structlog.get_logger(__name__)
+
+
+class RunningChoice:
+    """Implements `coordinator.gateway.api.Generation`. Belongs to the core's event loop; iterate it once."""
+
+    def __init__(self, core: GatewayCore, submission: Submission) -> None:
+        self._core = core
+        self._submission = submission
+        self._clock = core.clock
+        self._deadline_s = core.clock() + submission.deadline_s
+        prompt_hash = token_hash(submission.prompt_token_ids)
+        settings = core.settings
+        path = submission.path or settings.default_path
+        self._request = Request(
+            RequestSpec(
+                prompt_token_ids=submission.prompt_token_ids,
+                prompt_hash=prompt_hash,
+                sampling=submission.sampling,
+                path=path,
+                transport=submission.transport,
+                strict=not settings.allow_recompute,
+                extra_attempts=settings.retry_budget,
+            )
+        )
+        self._legs = LegBuilder(submission.request_id, submission.prompt_token_ids, prompt_hash)
+        self._ledger = LedgerRecorder(received_s=submission.received_s, path=path)
+        self._charges: dict[str, tuple[str, int]] = {}
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._unread: deque[Tokens | Finished | SplitpointError] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._started = False
+        self._arrived_s = 0.0
+        self._log = log.bind(request_id=submission.request_id, client_request_id=submission.client_request_id)
+
+    # The front end's side -------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[Tokens | Finished]:
+        """Starts the choice. Raises `SplitpointError` at the point of the failure, after all tokens before it."""
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Tokens | Finished]:
+        self._start()
+        try:
+            while True:
+                while not self._unread:
+                    if self._request.state in TERMINAL:
+                        return
+                    self._reader = asyncio.get_running_loop().create_future()
+                    await self._reader
+                item = self._unread.popleft()
+                if isinstance(item, SplitpointError):
+                    raise item
+                yield item
+                if isinstance(item, Finished):
+                    return
+        finally:
+            # Cancelled, closed by the consumer or garbage: the client is gone, and its legs go with it.
+            self._feed(Closed("client_left"))
+
+    async def close(self, reason: str) -> None:
+        """End it early. Aborts and releases are on their way when this returns."""
+        self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """`close` without the coroutine."""
+        self._started = True
+        self._feed(Closed(reason))
+
+    def ledger(self) -> common_pb2.StageLedger:
+        """The stages so far; final after the end."""
+        return self._ledger.build(self._clock())
+
+    def _start(self) -> None:
+        if self._started:
+            if self._request.state in TERMINAL:
+                return
+            raise RuntimeError("a generation can be iterated once")
+        self._started = True
+        self._core.began(self)
+        remaining_s = self._deadline_s - self._clock()
+        if remaining_s <= 0:
+            self._feed(DeadlinePassed())
+            return
+        self._timer = asyncio.get_running_loop().call_later(remaining_s, self._feed, DeadlinePassed())
+        self._feed(Start())
+
+    # Events in, actions out -----------------------------------------------------------------------------------------------
+
+    def _on_leg_event(self, event: worker_pb2.LegEvent, arrived_s: float) -> None:
+        self._arrived_s = arrived_s
+        self._feed(event)
+
+    def _feed(self, event: Event) -> None:
+        """Take an event and all that follow from it. Actions may add events; they are taken in order."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                try:
+                    self._stamp(event)
+                    for action in self._request.handle(event):
+                        self._carry_out(action)
+                except Exception as fault:
+                    self._on_fault(fault, again=isinstance(event, Fault))
+        finally:
+            self._handling = False
+
+    def _on_fault(self, fault: Exception, *, again: bool) -> None:
+        """A bug of ours ends its own request, with an error id, and no other."""
+        error = SplitpointError(Code.INTERNAL, "the gateway failed while it handled this request")
+        error.tokens_sent = self._request.tokens_sent
+        self._core.metrics.event("gateway_fault")
+        self._log.error("gateway_fault", error_id=error.error_id, story=self._request.story(), exc_info=fault)
+        if not again:
+            self._events.appendleft(Fault(error))
+            return
+        # Not even the orderly end works: the client is told all the same; leases run out at the workers.
+        self._unread.append(error)
+        self._core.ended(self)
+        self._wake()
+
+    def _stamp(self, event: Event) -> None:
+        """The ledger's view of a worker's report, before the machine changes state."""
+        if not isinstance(event, worker_pb2.LegEvent) or event.attempt_id not in self._charges:
+            return
+        match event.WhichOneof("event"):
+            case "sealed":
+                self._ledger.tokens_arrived(self._arrived_s)
+                self._ledger.leg_ended(self._arrived_s, event.sealed.times)
+            case "staged":
+                self._ledger.staged(self._arrived_s, event.staged)
+            case "tokens":
+                self._ledger.tokens_arrived(self._arrived_s)
+            case "finished":
+                self._ledger.tokens_arrived(self._arrived_s)
+                self._ledger.leg_ended(self._arrived_s, event.finished.times)
+            case "failed" if event.failed.code.startswith("transfer_"):
+                self._core.metrics.transfer_failed(event.failed.code)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Emit():
+                self._emit(action)
+            case SendPrefill() | SendPrepare() | SendDecode() | SendColocated():
+                self._send(action)
+            case LegOver():
+                self._discharge(action.attempt_id)
+            case AbortLeg():
+                self._discharge(action.attempt_id)
+                client = self._core.membership.client(action.worker.incarnation)
+                if client is not None:
+                    client.abort(action.attempt_id, action.reason)
+            case ReleaseTransfer():
+                client = self._core.membership.client(action.worker.incarnation)
+                if client is not None:
+                    client.release(action.transfer_id, action.reason)
+            case ChooseRoute():
+                self._choose(action)
+            case Finish():
+                self._unread.append(Finished(finish_reason=action.finish_reason, matched_token_id=action.matched_token_id))
+                self._end("ok", "")
+            case Fail():
+                self._unread.append(action.error)
+                self._end("error", action.error.code.value)
+            case Ended():
+                self._unread.clear()
+                self._end("ok" if action.reason == "stop" else "cancelled", "")
+            case Note():
+                self._note(action)
+            case Blame():
+                self._core.blame(action.workers, action.code)
+            case Credit():
+                self._core.credit(action.workers)
+
+    def _choose(self, action: ChooseRoute) -> None:
+        now_s = self._clock()
+        if self._request.rounds:
+            self._ledger.route_failed(now_s)
+        route = self._core.router.choose(action.goals, now_s)
+        if isinstance(route, Refusal):
+            self._events.append(NoRoute(route.to_error()))
+            return
+        self._note_route(route)
+        self._events.append(Routed(route))
+
+    def _note_route(self, route: Route) -> None:
+        if isinstance(route, PairRoute):
+            self._ledger.transport = route.transport
+            self._core.metrics.route_taken("split")
+            return
+        self._core.metrics.route_taken("local" if route.local else "colocated")
+        if not self._request.rounds:
+            # A split request that never had a pair is a colocated one; one that lost its pair stays a split one.
+            self._ledger.path = "colocated"
+
+    def _send(self, action: SendPrefill | SendPrepare | SendDecode | SendColocated) -> None:
+        now_s = self._clock()
+        remaining_s = self._deadline_s - now_s
+        worker = action.worker
+        prompt_tokens = len(self._submission.prompt_token_ids)
+        output_tokens = self._submission.sampling.max_tokens
+        match action:
+            case SendPrefill():
+                request, tokens = self._legs.prefill(action, remaining_s), prompt_tokens
+                self._ledger.leg_sent(Window.PREFILL, worker.worker_id, now_s)
+            case SendPrepare():
+                # Charged already here: from now on this worker is going to have the request.
+                request, tokens = self._legs.prepare(action, remaining_s), prompt_tokens + output_tokens
+            case SendDecode():
+                request, tokens = self._legs.decode(action, remaining_s), prompt_tokens + output_tokens
+                self._hand_over_charge(worker)
+                self._ledger.leg_sent(Window.DECODE, worker.worker_id, now_s)
+            case SendColocated():
+                request, tokens = self._legs.colocated(action, remaining_s), prompt_tokens + output_tokens
+                self._ledger.leg_sent(Window.SOLO, worker.worker_id, now_s)
+        self._ledger.attempts += 1
+        self._charges[action.attempt_id] = (worker.incarnation, tokens)
+        self._core.router.load.charge(worker.incarnation, tokens)
+        self._open(action.attempt_id, worker, request)
+
+    def _open(self, attempt_id: AttemptId, worker: WorkerView, request: worker_pb2.StreamRequest) -> None:
+        client = self._core.membership.client(worker.incarnation)
+        try:
+            if client is None:
+                raise SplitpointError(Code.WORKER_LOST, f"worker {worker.worker_id} is gone")
+            client.open(attempt_id, request, self._on_leg_event)
+        except SplitpointError as error:
+            self._events.append(worker_pb2.LegEvent(attempt_id=attempt_id, failed=error.to_proto()))
+
+    def _emit(self, action: Emit) -> None:
+        now_s = self._clock()
+        path = self._ledger.path
+        if self._ledger.last_token_s is not None:
+            self._core.metrics.token_gap(path, now_s - self._ledger.last_token_s)
+        self._ledger.emitted(now_s)
+        tokens = Tokens(
+            token_ids=list(action.token_ids),
+            logprobs=list(action.logprobs) or None,
+            prompt_logprobs=list(action.prompt_logprobs) or None,
+            cached_tokens=action.cached_tokens,
+        )
+        last = self._unread[-1] if len(self._unread) >= MAX_UNREAD_EVENTS else None
+        if isinstance(last, Tokens):
+            last.token_ids.extend(tokens.token_ids)
+            if last.logprobs is not None and tokens.logprobs is not None:
+                last.logprobs.extend(tokens.logprobs)
+        else:
+            self._unread.append(tokens)
+        self._wake()
+
+    def _note(self, action: Note) -> None:
+        match action.name:
+            case "retry":
+                self._core.metrics.retry(action.detail)
+            case "recovery":
+                self._core.metrics.recovery(action.detail)
+            case _:
+                self._core.metrics.event(action.name)
+        self._log.info("request_event", event_name=action.name, detail=action.detail, state=self._request.state.value)
+
+    def _hand_over_charge(self, worker: WorkerView) -> None:
+        """The decode leg takes over what its prepare leg was charged, which may live a little longer."""
+        for attempt_id, (incarnation, tokens) in self._charges.items():
+            if incarnation == worker.incarnation:
+                self._core.router.load.discharge(incarnation, tokens)
+                self._charges[attempt_id] = (incarnation, 0)
+
+    def _discharge(self, attempt_id: str) -> None:
+        charge = self._charges.pop(attempt_id, None)
+        if charge is not None:
+            self._core.router.load.discharge(*charge)
+
+    # The end --------------------------------------------------------------------------------------------------------------
+
+    def _end(self, status: str, error_type: str) -> None:
+        now_s = self._clock()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        ledger = self._ledger
+        ledger.recomputed = self._request.recomputed
+        ledger.first_token_forwarded = self._request.first_token_forwarded
+        if status == "error":
+            ledger.route_failed(now_s)
+        ledger.finished(now_s)
+        message = ledger.build(now_s)
+        self._core.ended(self)
+        self._core.metrics.choice_ended(
+            message,
+            status=status,
+            error_type=error_type,
+            prompt_tokens=len(self._submission.prompt_token_ids),
+            output_tokens=self._request.tokens_sent,
+        )
+        _log_end(self._log, message, status=status, error_type=error_type, output_tokens=self._request.tokens_sent)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _log_end(
+    bound: structlog.typing.FilteringBoundLogger,
+    ledger: common_pb2.StageLedger,
+    *,
+    status: str,
+    error_type: str,
+    output_tokens: int,
+) -> None:
+    fields = {field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields}
+    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
+    bound.info("request_finished", status=status, error_type=error_type, output_tokens=output_tokens, **rounded)
