@@ -25,4 +25,7 @@ class KvTransferSettings(BaseModel):
     progress_timeout_s: float = Field(10.0, gt=0, description="No byte for this long after the sender had data: the pull fails.")
     lease_grace_s: float = Field(5.0, gt=0, description="Kept beyond the request's deadline, for a release that is on its way.")
     grpc_message_bytes: PositiveInt = Field(1 * MIB, description="Payload per gRPC message; 0.5 to 4 MiB measured best.")
+    chunk_bytes: PositiveInt = Field(
+        16 * MIB, description="Staged blocks are sent in chunks of at most this, each with a checksum."
+    )
     max_pending_fetches: PositiveInt = 1024

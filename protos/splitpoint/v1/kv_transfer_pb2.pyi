@@ -176,16 +176,18 @@ class CompleteResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("grant", "prompt_tokens", "token_hash", "remaining_s")
+    __slots__ = ("grant", "prompt_tokens", "token_hash", "remaining_s", "staging_wait_s")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    STAGING_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     grant: TransferGrant
     prompt_tokens: int
     token_hash: bytes
     remaining_s: float
-    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+    staging_wait_s: float
+    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., staging_wait_s: _Optional[float] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("generation",)
@@ -194,7 +196,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("grant", "attempt_id", "sender", "prompt_tokens", "token_hash", "transport", "remaining_s")
+    __slots__ = ("grant", "attempt_id", "sender", "prompt_tokens", "token_hash", "transport", "remaining_s", "staging_wait_s")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +204,7 @@ class PullRequest(_message.Message):
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    STAGING_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     grant: TransferGrant
     attempt_id: str
     sender: RankEndpoint
@@ -209,7 +212,8 @@ class PullRequest(_message.Message):
     token_hash: bytes
     transport: str
     remaining_s: float
-    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender: _Optional[_Union[RankEndpoint, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., transport: _Optional[str] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+    staging_wait_s: float
+    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender: _Optional[_Union[RankEndpoint, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., transport: _Optional[str] = ..., remaining_s: _Optional[float] = ..., staging_wait_s: _Optional[float] = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("seal", "bytes", "seconds", "transport")
@@ -273,3 +277,13 @@ class GetNodeStatusResponse(_message.Message):
     counters: _containers.ScalarMap[str, int]
     recent_errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorDetail]
     def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ...) -> None: ...
+
+class FencePeerRequest(_message.Message):
+    __slots__ = ("incarnation",)
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
+
+class FencePeerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -220,6 +220,11 @@ class KvControlServiceStub:
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.GetNodeStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.GetNodeStatusResponse.FromString,
                 _registered_method=True)
+        self.FencePeer = channel.unary_unary(
+                '/splitpoint.v1.KvControlService/FencePeer',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.FencePeerRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.FencePeerResponse.FromString,
+                _registered_method=True)
 
 
 class KvControlServiceServicer:
@@ -253,6 +258,13 @@ class KvControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FencePeer(self, request, context):
+        """A peer process is known dead: what was outstanding with it can touch no memory any more, quarantined slots come back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -275,6 +287,11 @@ def add_KvControlServiceServicer_to_server(servicer, server):
                     servicer.GetNodeStatus,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.GetNodeStatusRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.GetNodeStatusResponse.SerializeToString,
+            ),
+            'FencePeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.FencePeer,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.FencePeerRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.FencePeerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -386,6 +403,33 @@ class KvControlService:
             '/splitpoint.v1.KvControlService/GetNodeStatus',
             protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.GetNodeStatusRequest.SerializeToString,
             protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.GetNodeStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FencePeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.KvControlService/FencePeer',
+            protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.FencePeerRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.FencePeerResponse.FromString,
             options,
             channel_credentials,
             insecure,

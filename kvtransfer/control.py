@@ -1,0 +1,164 @@
+"""A worker's actor to all of its ranks at once. One rank's failure fails the call and releases the transfer on the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from kvtransfer.rpc import CHANNEL_OPTIONS, control_metadata
+from protos.errors import Code, SplitpointError
+from protos.grpc_errors import from_rpc_error
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+RELEASE_TIMEOUT_S = 2.0
+STATUS_TIMEOUT_S = 2.0
+MARGIN_S = 1.0
+"""A rank answers by its own deadline; ours is only for one that hangs."""
+
+
+class RankControl:
+    """All ranks of one worker, in rank order. Belongs to one event loop; `close` it there."""
+
+    def __init__(self, endpoints: Sequence[pb.RankEndpoint], token: str) -> None:
+        self.endpoints = tuple(sorted(endpoints, key=lambda endpoint: endpoint.rank))
+        if [endpoint.rank for endpoint in self.endpoints] != list(range(len(self.endpoints))):
+            raise ValueError(f"ranks {[endpoint.rank for endpoint in self.endpoints]} are not 0 to n-1")
+        self._metadata = control_metadata(token)
+        self._channels = [grpc.aio.insecure_channel(e.address, options=CHANNEL_OPTIONS) for e in self.endpoints]
+        self._stubs = [pb_grpc.KvControlServiceStub(channel) for channel in self._channels]  # type: ignore[no-untyped-call]
+        self._releases: set[asyncio.Task[bool]] = set()
+
+    async def reserve(
+        self,
+        grant: pb.TransferGrant,
+        *,
+        prompt_tokens: int,
+        token_hash: bytes,
+        remaining_s: float,
+        staging_wait_s: float | None = None,
+    ) -> list[pb.ReserveResponse]:
+        """Lease send staging on every rank, waiting at most `staging_wait_s` for room (None: `remaining_s`).
+
+        Raises:
+            SplitpointError: STAGING_FULL, TRANSFER_REFUSED, DEADLINE_EXCEEDED or WORKER_LOST, naming the rank; no rank holds
+                anything then.
+        """
+        request = pb.ReserveRequest(
+            grant=grant,
+            prompt_tokens=prompt_tokens,
+            token_hash=token_hash,
+            remaining_s=remaining_s,
+            staging_wait_s=staging_wait_s,
+        )
+        return await self._transfer(grant, lambda rank: self._rpc(rank, "Reserve", request, remaining_s + MARGIN_S))
+
+    async def pull(
+        self,
+        grant: pb.TransferGrant,
+        *,
+        attempt_id: str,
+        senders: Sequence[pb.RankEndpoint],
+        prompt_tokens: int,
+        token_hash: bytes,
+        transport: str,
+        remaining_s: float,
+        staging_wait_s: float | None = None,
+    ) -> list[pb.PullResponse]:
+        """Have every rank pull its share from its counterpart in `senders` (rank order). Returns when all are verified.
+
+        Cancelling it ends the pulls and gives back what they staged.
+
+        Raises:
+            SplitpointError: the first rank's failure, naming the rank; no rank holds anything then. INCOMPATIBLE_PEER when the
+                two workers have not the same number of ranks.
+        """
+        if len(senders) != len(self.endpoints):
+            raise SplitpointError(
+                Code.INCOMPATIBLE_PEER,
+                f"world size: {len(self.endpoints)} here, {len(senders)} there; only equal ones exchange KV",
+            )
+        requests = [
+            pb.PullRequest(
+                grant=grant,
+                attempt_id=attempt_id,
+                sender=sender,
+                prompt_tokens=prompt_tokens,
+                token_hash=token_hash,
+                transport=transport,
+                remaining_s=remaining_s,
+                staging_wait_s=staging_wait_s,
+            )
+            for sender in senders
+        ]
+        return await self._transfer(grant, lambda rank: self._rpc(rank, "Pull", requests[rank], remaining_s + MARGIN_S))
+
+    async def release(self, transfer_id: bytes, reason: str) -> bool:
+        """End a transfer on every rank, either side. Idempotent; never raises: what a rank does not hear, its lease's expiry
+        does. True when some rank knew it."""
+        request = pb.ReleaseRequest(transfer_id=transfer_id, reason=reason)
+        calls = [self._rpc(rank, "Release", request, RELEASE_TIMEOUT_S) for rank in range(len(self.endpoints))]
+        known = False
+        for rank, answer in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+            if isinstance(answer, BaseException):
+                logger.warning("transfer %s: release (%s) did not reach rank %d: %s", transfer_id.hex(), reason, rank, answer)
+            else:
+                known = known or answer.known
+        return known
+
+    async def status(self) -> list[pb.GetNodeStatusResponse]:
+        """Every rank's snapshot. Raises `SplitpointError` when a rank does not answer."""
+        return await self._all(lambda rank: self._rpc(rank, "GetNodeStatus", pb.GetNodeStatusRequest(), STATUS_TIMEOUT_S))
+
+    async def fence(self, incarnation: str) -> None:
+        """Tell every rank that the peer process `incarnation` is known dead: slots quarantined for its sake come back."""
+        request = pb.FencePeerRequest(incarnation=incarnation)
+        await self._all(lambda rank: self._rpc(rank, "FencePeer", request, STATUS_TIMEOUT_S))
+
+    async def close(self) -> None:
+        """Close the channels, after releases that still run."""
+        await asyncio.gather(*self._releases, return_exceptions=True)
+        for channel in self._channels:
+            await channel.close()
+
+    async def _transfer(self, grant: pb.TransferGrant, call: Callable[[int], Coroutine[Any, Any, R]]) -> list[R]:
+        try:
+            return await self._all(call)
+        except BaseException as exc:
+            reason = exc.code if isinstance(exc, SplitpointError) else "cancelled"
+            release = asyncio.create_task(self.release(grant.transfer_id, f"rank_failed:{reason}"))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
+            await asyncio.shield(release)
+            raise
+
+    async def _all(self, call: Callable[[int], Coroutine[Any, Any, R]]) -> list[R]:
+        """Every rank's answer, or the first failure with the others cancelled."""
+        tasks = [asyncio.create_task(call(rank)) for rank in range(len(self.endpoints))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done() and (exc := task.exception()) is not None:
+                    raise exc
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _rpc(self, rank: int, method: str, request: Any, timeout_s: float) -> Any:
+        call: Callable[..., Awaitable[Any]] = getattr(self._stubs[rank], method)
+        try:
+            return await call(request, metadata=self._metadata, timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            error = from_rpc_error(exc)
+            error.message = f"rank {rank}: {error.message}"
+            raise error from exc

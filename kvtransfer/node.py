@@ -1,0 +1,306 @@
+"""A rank's transfer node: staging, leases and sessions of one engine rank, on a thread and event loop of its own.
+
+The engine's thread calls the few methods that never block; peers and the worker's actor come over gRPC. See
+docs/architecture.md, "The node's contract with an engine", and kvtransfer/README.md for states and endings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from kvtransfer.config import KvTransferSettings
+from kvtransfer.control_service import KvControlServicer
+from kvtransfer.memory import host_memory
+from kvtransfer.push import KvTransferServicer
+from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id
+from kvtransfer.runtime import NodeRuntime
+from kvtransfer.transports import TransportContext, create_transport
+from kvtransfer.transports.base import Memory, Transport, TransportError
+from protos.errors import Code, SplitpointError
+from protos.grpc_errors import from_rpc_error
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
+from protos.splitpoint.v1 import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+REGISTER_TIMEOUT_S = 30.0
+
+
+class KvNode:
+    """One rank's node.
+
+    `compatibility` is this rank's; `block_bytes` what one block of all its layers takes in a slot. `memory(num_bytes)` makes
+    the two staging areas (one-dimensional uint8, numpy or torch); it must stay valid until `stop`. `transports` replaces the
+    ones that `settings.transports` names.
+    """
+
+    def __init__(
+        self,
+        settings: KvTransferSettings,
+        *,
+        rank: int,
+        incarnation: str,
+        compatibility: pb.KvCompatibility,
+        block_bytes: int,
+        control_token: str,
+        memory: Callable[[int], Memory] = host_memory,
+        transports: Sequence[Transport] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._token = control_token
+        self._given_transports = transports
+        self._rt = NodeRuntime(
+            settings,
+            rank=rank,
+            incarnation=incarnation,
+            compatibility=compatibility,
+            block_bytes=block_bytes,
+            memory=memory,
+            host=host_id(),
+        )
+        self._thread: threading.Thread | None = None
+        self._listening = threading.Event()
+        self._start_error: BaseException | None = None
+        self._stop: asyncio.Event | None = None
+
+    # -- life: any thread but the node's own -----------------------------------------------------------------------------
+
+    def start(self) -> pb.RankEndpoint:
+        """Start the thread. Returns when the node listens; called once.
+
+        Raises:
+            SplitpointError: INTERNAL, no configured transport can start here.
+            OSError, RuntimeError: it cannot listen on `bind_host`.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the node was started before")
+        self._thread = threading.Thread(target=self._run, name=f"kv-node-{self._rt.rank}", daemon=True)
+        self._thread.start()
+        if not self._listening.wait(START_TIMEOUT_S):
+            raise TimeoutError(f"the node did not listen within {START_TIMEOUT_S:g} s")
+        if self._start_error is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+            raise self._start_error
+        return self.endpoint
+
+    def register(self, address: str, world_size: int) -> None:
+        """Tell the worker's actor at `address` (host:port) how to reach this rank. Blocks until it has answered.
+
+        Raises:
+            SplitpointError: the actor refuses, or does not answer in time.
+        """
+        self._call(self._register(address, world_size))
+
+    def stop(self) -> None:
+        """End every transfer and the thread. Idempotent; safe after a failed `start`."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return
+        stop = self._stop
+        if stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop ended by itself meanwhile
+                self._rt.loop.call_soon_threadsafe(stop.set)
+        thread.join(STOP_TIMEOUT_S)
+        if thread.is_alive():
+            raise RuntimeError(f"the node's thread did not end within {STOP_TIMEOUT_S:g} s")
+
+    @property
+    def endpoint(self) -> pb.RankEndpoint:
+        """How peers and the actor reach this rank; complete after `start`."""
+        endpoint = pb.RankEndpoint()
+        endpoint.CopyFrom(self._rt.endpoint)
+        return endpoint
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Schemes that really started, in the order of the settings."""
+        return tuple(self._rt.transports)
+
+    def describe(self) -> dict[str, dict[str, str]]:
+        """What each transport really uses."""
+        return {scheme: transport.describe() for scheme, transport in self._rt.transports.items()}
+
+    def metrics_text(self) -> bytes:
+        """Prometheus exposition of this rank."""
+        return self._rt.metrics.exposition()
+
+    # -- the engine's thread: never blocking, never raising for an unknown transfer (rule 4) -----------------------------
+
+    def send_view(self, transfer_id: bytes, first_block: int, num_blocks: int) -> Memory | None:
+        """Where the engine writes these blocks of its prompt: uint8 `[num_blocks, block_bytes]`, block-major.
+
+        None: not reserved, released, beyond the reservation, or committed already. Whoever takes a view commits the same
+        range, also when the request ended meanwhile: until then the slot's bytes cannot be used again.
+        """
+        rt = self._rt
+        with rt.lock:
+            lease = rt.leases.open_view(transfer_id, first_block, num_blocks)
+            if lease is None:
+                return None
+            start = lease.slot.offset + first_block * rt.block_bytes
+        return rt.send_memory[start : start + num_blocks * rt.block_bytes].reshape(num_blocks, rt.block_bytes)
+
+    def commit_chunk(
+        self, transfer_id: bytes, first_block: int, num_blocks: int, *, last: bool, ready: Callable[[], bool] | None = None
+    ) -> None:
+        """These blocks are written, or will be when `ready()` is True (a device event's query; polled on the node's thread).
+
+        Chunks are committed in block order without gaps; `last` exactly with the prompt's last block. Anything else fails the
+        transfer, which its receiver hears.
+        """
+        rt = self._rt
+        with rt.lock:
+            actions = rt.leases.commit(transfer_id, first_block, num_blocks, last=last, ready=ready, now=rt.now())
+        rt.follow_from_engine(transfer_id, actions)
+
+    def staged_blocks(self, transfer_id: bytes) -> int | None:
+        """Blocks of a live lease committed so far: where a request that computes again goes on. None: no live lease."""
+        with self._rt.lock:
+            lease = self._rt.leases.live(transfer_id)
+            return None if lease is None else lease.committed_blocks
+
+    def staged(self, transfer_id: bytes) -> bool:
+        """This transfer lies verified in receive staging. Looks without taking."""
+        with self._rt.lock:
+            session = self._rt.sessions.live(transfer_id)
+            return session is not None and session.readable
+
+    def receive_view(self, transfer_id: bytes) -> Memory | None:
+        """The whole verified slot, uint8 `[blocks, block_bytes]`, or None. Its bytes stay until `scattered`, which whoever
+        takes a view must call, also when the request ended meanwhile."""
+        rt = self._rt
+        with rt.lock:
+            session = rt.sessions.take(transfer_id, rt.now())
+            if session is None or session.hold is None:
+                return None
+            slot = session.hold.slot
+        return rt.receive_memory[slot.offset : slot.offset + slot.num_bytes].reshape(-1, rt.block_bytes)
+
+    def scattered(self, transfer_id: bytes) -> None:
+        """This rank is done with the slot, or never needed it. Repeating it is counted and changes nothing."""
+        rt = self._rt
+        with rt.lock:
+            rt.sessions.scattered(transfer_id, rt.now())
+        rt.follow_from_engine(transfer_id, ())
+
+    def counters(self) -> dict[str, int]:
+        """Every event so far, by name."""
+        return self._rt.counters()
+
+    def status(self) -> pb.GetNodeStatusResponse:
+        """What `GetNodeStatus` answers. Any thread."""
+        return self._rt.status()
+
+    # -- the node's own thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_exception_handler(_quiet_poller)
+            try:
+                runner.run(self._serve())
+            except BaseException as exc:
+                # Before listening this is start's to raise; afterwards there is nobody but the log.
+                self._start_error = exc
+                logger.exception("rank %d: the transfer node ended", self._rt.rank)
+            finally:
+                self._listening.set()
+
+    async def _serve(self) -> None:
+        rt = self._rt
+        rt.bind()
+        self._stop = asyncio.Event()
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        try:
+            await self._start_transports()
+            pb_grpc.add_KvTransferServiceServicer_to_server(KvTransferServicer(rt), server)  # type: ignore[no-untyped-call]
+            control = KvControlServicer(rt, self._token)
+            pb_grpc.add_KvControlServiceServicer_to_server(control, server)  # type: ignore[no-untyped-call]
+            port = server.add_insecure_port(f"{self._settings.bind_host}:0")
+            rt.endpoint.CopyFrom(self._make_endpoint(port))
+            await server.start()
+            rt.tasks.spawn("sweep", rt.sweep())
+            self._listening.set()
+            await self._stop.wait()
+        finally:
+            for running in [*rt.pulls.values(), *rt.fetches.values()]:
+                running.cancel()
+            await server.stop(0.2)
+            await rt.tasks.cancel_all()
+            await rt.peers.close()
+            for transport in rt.transports.values():
+                await transport.stop()
+            rt.executor.shutdown(wait=True)
+
+    async def _start_transports(self) -> None:
+        rt = self._rt
+        context = TransportContext(self._settings, rt.rank, rt.incarnation, rt.host_id)
+        made = self._given_transports
+        schemes = self._settings.transports if made is None else [transport.scheme for transport in made]
+        why = []
+        for index, scheme in enumerate(schemes):
+            try:
+                transport = create_transport(scheme, context) if made is None else made[index]
+                await transport.start()
+            except (ImportError, TransportError) as exc:
+                rt.metrics.event(f"transport_unavailable.{scheme}")
+                logger.warning("rank %d: transport %s is not available: %s", rt.rank, scheme, exc)
+                why.append(f"{scheme}: {exc}")
+                continue
+            rt.transports[scheme] = transport
+            logger.info("rank %d: transport %s: %s", rt.rank, scheme, transport.describe())
+        if not rt.transports:
+            raise SplitpointError(Code.INTERNAL, f"no transport can start: {'; '.join(why)}")
+
+    def _make_endpoint(self, port: int) -> pb.RankEndpoint:
+        rt = self._rt
+        ucx = rt.transports.get("ucx")
+        return pb.RankEndpoint(
+            rank=rt.rank,
+            address=f"{self._settings.advertise_host}:{port}",
+            host_id=rt.host_id,
+            incarnation=rt.incarnation,
+            ucx_worker_address=b"" if ucx is None else ucx.worker_address(),
+        )
+
+    async def _register(self, address: str, world_size: int) -> None:
+        rt = self._rt
+        request = worker_pb2.RegisterRankRequest(
+            endpoint=rt.endpoint,
+            compatibility=rt.compatibility,
+            world_size=world_size,
+            send_staging_bytes=rt.send.capacity_bytes,
+            receive_staging_bytes=rt.receive.capacity_bytes,
+            bytes_per_block=rt.block_bytes,
+            transports=list(rt.transports),
+        )
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                await stub.RegisterRank(
+                    request, metadata=control_metadata(self._token), timeout=REGISTER_TIMEOUT_S, wait_for_ready=True
+                )
+            except grpc.aio.AioRpcError as exc:
+                raise from_rpc_error(exc) from exc
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the node's loop and wait for it on this thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._rt.loop).result()
+
+
+def _quiet_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Several gRPC loops of one process share a wake-up socket; the loop that finds it already read reports that as an error."""
+    if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(context.get("handle")):
+        return
+    loop.default_exception_handler(context)

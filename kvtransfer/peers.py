@@ -1,0 +1,127 @@
+"""Other workers' ranks: one gRPC channel and one handshake per peer process, shared by all transfers with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from kvtransfer.rpc import CHANNEL_OPTIONS
+from protos.errors import Code, SplitpointError
+from protos.grpc_errors import from_rpc_error
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+"""Beyond this the peer that was used longest ago is forgotten; it costs a handshake to come back."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """A peer process. `endpoint` is its own word about itself, from the handshake."""
+
+    channel: grpc.aio.Channel
+    stub: pb_grpc.KvTransferServiceStub
+    handshake: asyncio.Task[pb.RankEndpoint]
+    users: int = 0
+    forgotten: bool = False
+
+
+class Peers:
+    def __init__(self, compatibility: pb.KvCompatibility, fingerprint: bytes, handshake_timeout_s: float) -> None:
+        self._compatibility = compatibility
+        self._fingerprint = fingerprint
+        self._timeout_s = handshake_timeout_s
+        self._peers: OrderedDict[tuple[str, str], Peer] = OrderedDict()
+        self.handshakes = 0
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    @asynccontextmanager
+    async def use(self, endpoint: pb.RankEndpoint) -> AsyncIterator[tuple[pb_grpc.KvTransferServiceStub, pb.RankEndpoint]]:
+        """A peer that has agreed, for as long as the block runs.
+
+        Raises:
+            SplitpointError: INCOMPATIBLE_PEER naming the field; WORKER_LOST or DEADLINE_EXCEEDED when it does not answer.
+        """
+        key = (endpoint.address, endpoint.incarnation)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = self._dial(endpoint)
+            await self._forget_oldest()
+        self._peers.move_to_end(key)
+        peer.users += 1
+        try:
+            # Shielded: others may wait for the same handshake when this transfer is cancelled.
+            yield peer.stub, await asyncio.shield(peer.handshake)
+        except SplitpointError as error:
+            if error.code in (Code.WORKER_LOST, Code.DEADLINE_EXCEEDED):
+                self._forget(key, peer)
+            raise
+        finally:
+            peer.users -= 1
+            await self._close_if_unused(peer)
+
+    async def close(self) -> None:
+        """Close every channel; what runs on them ends with an error."""
+        while self._peers:
+            _, peer = self._peers.popitem()
+            peer.forgotten = True
+            await self._shut(peer)
+
+    def _dial(self, endpoint: pb.RankEndpoint) -> Peer:
+        channel = grpc.aio.insecure_channel(endpoint.address, options=CHANNEL_OPTIONS)
+        stub = pb_grpc.KvTransferServiceStub(channel)  # type: ignore[no-untyped-call]
+        return Peer(channel, stub, asyncio.create_task(self._handshake(stub, endpoint)))
+
+    async def _handshake(self, stub: pb_grpc.KvTransferServiceStub, endpoint: pb.RankEndpoint) -> pb.RankEndpoint:
+        self.handshakes += 1
+        request = pb.HandshakeRequest(
+            protocol_version=self._compatibility.protocol_version,
+            fingerprint=self._fingerprint,
+            expected_incarnation=endpoint.incarnation,
+        )
+        try:
+            response = await stub.Handshake(request, timeout=self._timeout_s)
+            if not response.accepted and not response.mismatch:
+                request.compatibility.CopyFrom(self._compatibility)
+                response = await stub.Handshake(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc) from exc
+        if not response.accepted:
+            raise SplitpointError(Code.INCOMPATIBLE_PEER, f"rank {endpoint.rank} at {endpoint.address}: {response.mismatch}")
+        if (response.endpoint.rank, response.endpoint.incarnation) != (endpoint.rank, endpoint.incarnation):
+            text = f"{endpoint.address} is rank {response.endpoint.rank} of {response.endpoint.incarnation}"
+            raise SplitpointError(Code.INCOMPATIBLE_PEER, f"{text}, not rank {endpoint.rank} of {endpoint.incarnation}")
+        result = pb.RankEndpoint()
+        result.CopyFrom(response.endpoint)
+        logger.info("peer rank %d at %s, incarnation %s, agreed", endpoint.rank, endpoint.address, endpoint.incarnation)
+        return result
+
+    def _forget(self, key: tuple[str, str], peer: Peer) -> None:
+        peer.forgotten = True
+        if self._peers.get(key) is peer:
+            del self._peers[key]
+
+    async def _forget_oldest(self) -> None:
+        while len(self._peers) > MAX_PEERS:
+            key, peer = next(iter(self._peers.items()))
+            self._forget(key, peer)
+            await self._close_if_unused(peer)
+
+    async def _close_if_unused(self, peer: Peer) -> None:
+        if peer.forgotten and peer.users == 0:
+            await self._shut(peer)
+
+    async def _shut(self, peer: Peer) -> None:
+        peer.handshake.cancel()
+        await asyncio.gather(peer.handshake, return_exceptions=True)
+        await peer.channel.close()

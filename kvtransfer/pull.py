@@ -1,0 +1,292 @@
+"""The decode side of one rank: ask a peer for one transfer, let it land in staging, believe it when all of it is verified."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvtransfer.machine import Refusal
+from kvtransfer.peers import Peers
+from kvtransfer.plan import PlanError, TransferPlan, plan_transfer
+from kvtransfer.rpc import is_peer_lost
+from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
+from kvtransfer.session import Expected, ReceiveSession, RejectedChunkError, SessionEvent
+from kvtransfer.transports.base import Memory, ReceiveChannel, Transport, TransportError
+from protos.errors import Code, SplitpointError
+from protos.grpc_errors import from_rpc_error
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+FetchCall = Any
+"""grpc.aio's stream of `FetchResponse`."""
+COMPLETE_TIMEOUT_S = 2.0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """When bytes came, monotonic seconds. `open_chunk`: a header came whose payload is not whole yet."""
+
+    first_at: float = 0.0
+    last_at: float = 0.0
+    open_chunk: bool = False
+    check: asyncio.Task[bool] | None = None
+
+
+class Puller:
+    """Runs pulls. Everything here belongs to the node's loop."""
+
+    def __init__(self, runtime: NodeRuntime) -> None:
+        self._rt = runtime
+
+    @property
+    def _peers(self) -> Peers:
+        return self._rt.peers
+
+    async def pull(self, request: pb.PullRequest) -> pb.PullResponse:
+        """The whole of one `Pull`. Cancelling it, or releasing the transfer, ends its task, its stream and its channel; the
+        slot comes back when nothing can write into it any more.
+
+        Raises:
+            SplitpointError: why nothing usable was staged.
+        """
+        rt = self._rt
+        transfer_id = request.grant.transfer_id
+        now = rt.now()
+        expires_at = now + request.remaining_s + rt.settings.lease_grace_s
+        with rt.lock:
+            session = rt.sessions.open(transfer_id, expires_at=expires_at, now=now)
+        if isinstance(session, Refusal):
+            raise rt.refusal(session)
+        rt.metrics.started()
+        task = rt.pulls[transfer_id] = asyncio.create_task(self._run(request, session, now + request.remaining_s))
+        error: SplitpointError
+        try:
+            response = await task
+            rt.metrics.delivered(request.transport, response.bytes, response.seconds)
+            return response
+        except asyncio.CancelledError:
+            if not session.ended:
+                self._end(session, SessionEvent.ABANDON, "cancelled")
+                rt.metrics.failed("cancelled")
+                raise
+            error, reason = SplitpointError(Code.CANCELLED, f"released: {session.reason}"), "released"
+        except SplitpointError as exc:
+            error, reason = exc, str(exc.code)
+        except RejectedChunkError as exc:
+            error, reason = SplitpointError(Code.TRANSFER_FAILED, f"rejected, {exc.reason}: {exc}"), f"rejected.{exc.reason}"
+        except TransportError as exc:
+            code = Code.WORKER_LOST if exc.reason == "peer_lost" else Code.TRANSFER_FAILED
+            error, reason = SplitpointError(code, f"transport {request.transport}, {exc.reason}: {exc}"), exc.reason
+        except BaseException:
+            self._end(session, SessionEvent.FAIL, "fault")
+            rt.metrics.failed("fault")
+            raise
+        finally:
+            del rt.pulls[transfer_id]
+        self._end(session, SessionEvent.FAIL, reason)
+        rt.metrics.failed(reason)
+        logger.warning("transfer %s: pull failed: %s; %s", transfer_id.hex(), error, session.machine.story())
+        raise rt.remember(error)
+
+    async def _run(self, request: pb.PullRequest, session: ReceiveSession, deadline: float) -> pb.PullResponse:
+        rt = self._rt
+        try:
+            async with asyncio.timeout(max(0.0, deadline - rt.now())):
+                transport = rt.transport(request.transport)
+                async with self._peers.use(request.sender) as (stub, endpoint):
+                    plan = self._plan(request, endpoint)
+                    await self._room(request, session, plan, endpoint, deadline)
+                    return await self._fetch(request, session, transport, stub, endpoint, deadline)
+        except TimeoutError:
+            text = f"{request.remaining_s:.3f} s were over in state {session.state}"
+            raise SplitpointError(Code.DEADLINE_EXCEEDED, text) from None
+
+    def _plan(self, request: pb.PullRequest, endpoint: pb.RankEndpoint) -> TransferPlan:
+        rt = self._rt
+        try:
+            # The fingerprints agree, so the peer's compatibility is ours.
+            return plan_transfer(
+                rt.compatibility,
+                rt.compatibility,
+                rank=rt.rank,
+                peer_rank=endpoint.rank,
+                prompt_tokens=request.prompt_tokens,
+                block_bytes=rt.block_bytes,
+            )
+        except PlanError as exc:
+            raise SplitpointError(Code.INCOMPATIBLE_PEER, str(exc)) from exc
+        except ValueError as exc:
+            raise SplitpointError(Code.TRANSFER_REFUSED, str(exc)) from exc
+
+    async def _room(
+        self, request: pb.PullRequest, session: ReceiveSession, plan: TransferPlan, endpoint: pb.RankEndpoint, deadline: float
+    ) -> None:
+        """Give the session its slot."""
+        rt = self._rt
+        if not rt.receive.fits(plan.total_bytes):
+            text = f"{plan.total_bytes} bytes can never fit {rt.receive.capacity_bytes} bytes of receive staging"
+            raise rt.refused("too_large", text)
+        wait_s = max(0.0, deadline - rt.now())
+        if request.HasField("staging_wait_s"):
+            wait_s = min(wait_s, request.staging_wait_s)
+        try:
+            slot = await rt.receive_room.acquire(session.transfer_id, plan.total_bytes, wait_s)
+        except TimeoutError:
+            text = f"no {plan.total_bytes} bytes of receive staging in {wait_s:.3f} s; {rt.receive.free_bytes} are free"
+            raise rt.refused("staging_full", text, Code.STAGING_FULL) from None
+        expected = Expected(
+            transfer_id=session.transfer_id,
+            plan=plan,
+            token_hash=request.token_hash,
+            fingerprint=rt.fingerprint,
+            incarnation=endpoint.incarnation,
+            checksum=rt.settings.checksum,
+        )
+        with rt.lock:
+            rt.sessions.begin(session, slot, expected)
+
+    async def _fetch(
+        self,
+        request: pb.PullRequest,
+        session: ReceiveSession,
+        transport: Transport,
+        stub: pb_grpc.KvTransferServiceStub,
+        endpoint: pb.RankEndpoint,
+        deadline: float,
+    ) -> pb.PullResponse:
+        rt = self._rt
+        fetch = pb.FetchRequest(
+            grant=request.grant,
+            attempt_id=request.attempt_id,
+            sender_incarnation=endpoint.incarnation,
+            receiver_incarnation=rt.incarnation,
+            transport=request.transport,
+            receiver_host_id=rt.host_id,
+            remaining_s=max(0.0, deadline - rt.now()),
+        )
+        channel: ReceiveChannel | None = None
+        call: FetchCall = None
+        outcome = "cancelled"
+        try:
+            channel = transport.open_receive(endpoint, fetch)
+            call = stub.Fetch(fetch, timeout=fetch.remaining_s)
+            progress = await self._receive(session, channel, call)
+            outcome = "delivered"
+        except grpc.aio.AioRpcError as exc:
+            outcome = "transport"
+            error = from_rpc_error(exc)
+            if is_peer_lost(exc):
+                raise SplitpointError(Code.WORKER_LOST, f"{endpoint.address}: {error.message}") from exc
+            raise error from exc
+        except (TransportError, RejectedChunkError) as exc:
+            outcome = exc.reason
+            raise
+        finally:
+            if call is not None:
+                if outcome != "delivered":
+                    call.cancel()
+                rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._complete(request, endpoint, call, outcome))
+            rt.tasks.spawn(f"drain {session.transfer_id.hex()}", self._drain(session, channel))
+        seconds = progress.last_at - progress.first_at
+        seal = session.seal or pb.Seal()
+        return pb.PullResponse(seal=seal, bytes=seal.bytes, seconds=seconds, transport=request.transport)
+
+    async def _receive(self, session: ReceiveSession, channel: ReceiveChannel, call: FetchCall) -> _Progress:
+        """Take messages until the session is verified. The checksum of a chunk runs while the next one arrives."""
+        rt = self._rt
+        progress = _Progress()
+        limit_s = rt.settings.progress_timeout_s
+
+        def target(header: pb.ChunkHeader) -> Memory:
+            start, end = session.announce(header, rt.now())
+            progress.open_chunk = True
+            return self._memory(session, start, end)
+
+        while True:
+            try:
+                # Between chunks the sender may still compute; inside one it had data, and silence is a failure.
+                async with asyncio.timeout(limit_s if progress.open_chunk else None):
+                    message = await call.read()
+            except TimeoutError:
+                raise TransportError("timeout", f"no byte for {limit_s:g} s inside a chunk") from None
+            if message is grpc.aio.EOF:
+                raise TransportError("closed", "the stream ended before the last chunk")
+            progress.first_at = progress.first_at or rt.now()
+            header = await channel.accept(message, target, limit_s)
+            progress.last_at = rt.now()
+            if header is None:
+                continue
+            progress.open_chunk = False
+            await self._checked(progress)
+            progress.check = asyncio.create_task(self._check(session, header))
+            if header.last:
+                await self._checked(progress)
+                return progress
+
+    async def _checked(self, progress: _Progress) -> None:
+        if progress.check is not None:
+            check, progress.check = progress.check, None
+            await check
+
+    async def _check(self, session: ReceiveSession, header: pb.ChunkHeader) -> bool:
+        rt = self._rt
+        checksum = await rt.checksum(self._memory(session, header.offset, header.offset + header.bytes))
+        with rt.lock:
+            return session.landed(header.index, checksum, rt.now())
+
+    def _memory(self, session: ReceiveSession, start: int, end: int) -> Memory:
+        if session.hold is None:
+            raise TransportError("closed", "the session has no slot")
+        offset = session.hold.slot.offset
+        return self._rt.receive_memory[offset + start : offset + end]
+
+    async def _complete(self, request: pb.PullRequest, endpoint: pb.RankEndpoint, call: FetchCall, outcome: str) -> None:
+        """Tell the sender how it ended. When that fails its lease ends by release or expiry."""
+        try:
+            async with self._peers.use(request.sender) as (stub, _):
+                message = pb.CompleteRequest(grant=request.grant, outcome=outcome)
+                try:
+                    if outcome == "delivered":
+                        await self._end_of_stream(call)
+                    await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
+                except grpc.aio.AioRpcError as exc:
+                    raise from_rpc_error(exc) from exc
+        except SplitpointError as error:
+            self._rt.metrics.event("complete_failed")
+            logger.warning(
+                "transfer %s: %s did not hear %r: %s", request.grant.transfer_id.hex(), endpoint.address, outcome, error
+            )
+
+    async def _end_of_stream(self, call: FetchCall) -> None:
+        """Let the sender end a stream that has brought everything: cancelling it would look like a receiver that left."""
+        try:
+            async with asyncio.timeout(COMPLETE_TIMEOUT_S):
+                while await call.read() is not grpc.aio.EOF:
+                    self._rt.metrics.late("chunk")
+        except TimeoutError:
+            self._rt.metrics.event("stream_not_ended")
+        finally:
+            call.cancel()
+
+    async def _drain(self, session: ReceiveSession, channel: ReceiveChannel | None) -> None:
+        """Hold the slot until the channel can write into it no more (rule 13)."""
+        rt = self._rt
+        if channel is not None:
+            await channel.close()
+            while not await channel.drained(DRAIN_POLL_S):
+                pass
+        with rt.lock:
+            rt.sessions.drained(session)
+        rt.follow(session.transfer_id, ())
+
+    def _end(self, session: ReceiveSession, event: SessionEvent, reason: str) -> None:
+        rt = self._rt
+        with rt.lock:
+            rt.sessions.end(session, event, reason, rt.now())
+        rt.follow(session.transfer_id, ())

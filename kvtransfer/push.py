@@ -1,0 +1,194 @@
+"""The prefill side towards peers: agree, send from staging, hear how it ended. Serves `KvTransferService`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from kvtransfer.layout import first_difference
+from kvtransfer.lease import Lease
+from kvtransfer.machine import Refusal
+from kvtransfer.plan import BlockRange, next_chunk
+from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
+from kvtransfer.transports.base import Memory, SendChannel, TransportError
+from protos.errors import Code, SplitpointError
+from protos.grpc_errors import abort
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+
+class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
+    def __init__(self, runtime: NodeRuntime) -> None:
+        self._rt = runtime
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:  # noqa: N802
+        rt = self._rt
+        mine = rt.compatibility
+        if request.expected_incarnation != rt.incarnation:
+            mismatch = f"incarnation: {rt.incarnation!r} here, {request.expected_incarnation!r} expected"
+        elif request.protocol_version != mine.protocol_version:
+            mismatch = f"protocol_version: {mine.protocol_version} here, {request.protocol_version} there"
+        elif request.fingerprint == rt.fingerprint:
+            return pb.HandshakeResponse(accepted=True, endpoint=rt.endpoint)
+        elif not request.HasField("compatibility"):
+            return pb.HandshakeResponse(accepted=False)  # phase two follows and is told which field
+        else:
+            mismatch = first_difference(mine, request.compatibility) or "fingerprint: differs although every field is equal"
+        rt.refused("handshake", mismatch, Code.INCOMPATIBLE_PEER)
+        logger.warning("handshake refused: %s", mismatch)
+        return pb.HandshakeResponse(accepted=False, mismatch=mismatch)
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
+        rt = self._rt
+        transfer_id = request.grant.transfer_id
+        deadline = rt.now() + request.remaining_s
+        try:
+            if request.sender_incarnation != rt.incarnation:
+                text = f"incarnation {rt.incarnation!r}, not {request.sender_incarnation!r}"
+                raise rt.refused("incarnation", text, Code.INCOMPATIBLE_PEER)
+            transport = rt.transport(request.transport)
+            lease = await self._lease(request.grant, deadline)
+        except SplitpointError as error:
+            await abort(context, error)
+        try:
+            channel = transport.open_send(request)
+        except TransportError as exc:
+            with rt.lock:
+                actions = rt.leases.broken(lease, exc.reason, rt.now())
+                rt.leases.drained(lease)
+            rt.follow(transfer_id, actions)
+            await abort(context, rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{exc.reason}: {exc}")))
+        sending = rt.fetches[transfer_id] = asyncio.create_task(self._send(lease, channel, context, deadline))
+        failure: SplitpointError | None = None
+        why = "the peer left"
+        try:
+            await sending
+        except SplitpointError as error:
+            failure, why = error, error.message
+        except TransportError as exc:
+            failure = rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{exc.reason}: {exc}"))
+            why = exc.reason
+        except asyncio.CancelledError:
+            if lease.live:
+                raise  # the peer's call ended
+            failure = rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
+        finally:
+            del rt.fetches[transfer_id]
+            with rt.lock:
+                actions = rt.leases.broken(lease, why, rt.now())
+            if actions:
+                rt.metrics.event("fetch_broken")
+            rt.follow(transfer_id, actions)
+            rt.tasks.spawn(f"drain {transfer_id.hex()}", self._drain(lease, channel))
+        if failure is not None:
+            await abort(context, failure)
+
+    async def Complete(self, request: pb.CompleteRequest, context: Any) -> pb.CompleteResponse:  # noqa: N802
+        rt = self._rt
+        transfer_id = request.grant.transfer_id
+        with rt.lock:
+            known = rt.leases.live(transfer_id) is not None
+            actions = rt.leases.completed(transfer_id, request.grant.capability, request.outcome, rt.now())
+        if not known:
+            rt.metrics.late("complete")
+        rt.follow(transfer_id, actions)
+        return pb.CompleteResponse()
+
+    async def _lease(self, grant: pb.TransferGrant, deadline: float) -> Lease:
+        """The lease, with its capability spent; waits for a `Reserve` that is on its way."""
+        rt = self._rt
+        waited = False
+        try:
+            while True:
+                with rt.lock:
+                    found = rt.leases.fetch(grant.transfer_id, grant.capability, rt.now())
+                if isinstance(found, Refusal):
+                    raise rt.refusal(found)
+                if found is not None:
+                    return found
+                if not waited:
+                    if rt.pending_fetches >= rt.settings.max_pending_fetches:
+                        raise rt.refused("pending", f"{rt.pending_fetches} fetches wait for a reservation already")
+                    rt.pending_fetches += 1
+                    waited = True
+                try:
+                    await rt.bell.wait(grant.transfer_id, max(0.0, deadline - rt.now()))
+                except TimeoutError:
+                    raise rt.refused("unknown", "nothing was reserved for this transfer in time") from None
+        finally:
+            if waited:
+                rt.pending_fetches -= 1
+
+    async def _send(self, lease: Lease, channel: SendChannel, context: Any, deadline: float) -> None:
+        rt = self._rt
+        sent = index = 0
+        while sent < lease.num_blocks:
+            with rt.lock:
+                staged, live = lease.staged_blocks, lease.live
+            if not live:
+                raise rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
+            chunk = next_chunk(sent, staged, rt.block_bytes, rt.settings.chunk_bytes)
+            if chunk is None:
+                try:
+                    await rt.bell.wait(lease.transfer_id, max(0.0, deadline - rt.now()))
+                except TimeoutError:
+                    text = f"{staged} of {lease.num_blocks} blocks were staged when the time was over"
+                    raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
+                continue
+            payload = self._payload(lease, chunk)
+            header = self._header(lease, index, chunk, await rt.checksum(payload))
+            async for response in channel.send(header, payload):
+                await context.write(response)
+            sent, index = chunk.end, index + 1
+        with rt.lock:
+            rt.leases.sent(lease, rt.now())
+
+    def _payload(self, lease: Lease, chunk: BlockRange) -> Memory:
+        start = lease.slot.offset
+        return self._rt.send_memory[start + chunk.first * self._rt.block_bytes : start + chunk.end * self._rt.block_bytes]
+
+    def _header(self, lease: Lease, index: int, chunk: BlockRange, checksum: pb.Checksum) -> pb.ChunkHeader:
+        rt = self._rt
+        header = pb.ChunkHeader(
+            transfer_id=lease.transfer_id,
+            generation=lease.slot.generation,
+            index=index,
+            first_block=chunk.first,
+            num_blocks=chunk.count,
+            offset=chunk.first * rt.block_bytes,
+            bytes=chunk.count * rt.block_bytes,
+            checksum=checksum,
+            last=chunk.end == lease.num_blocks,
+        )
+        if header.last:
+            header.seal.CopyFrom(
+                pb.Seal(
+                    transfer_id=lease.transfer_id,
+                    prompt_tokens=lease.prompt_tokens,
+                    token_hash=lease.token_hash,
+                    fingerprint=rt.fingerprint,
+                    incarnation=rt.incarnation,
+                    num_chunks=index + 1,
+                    bytes=lease.num_blocks * rt.block_bytes,
+                )
+            )
+        return header
+
+    async def _drain(self, lease: Lease, channel: SendChannel) -> None:
+        """Hold the slot until the channel can read it no more: at once, or when the peer is done, or known dead (rule 13)."""
+        rt = self._rt
+        closed = False
+        while True:
+            if not lease.live and not closed:
+                closed = True
+                await channel.close()
+            if await channel.drained(DRAIN_POLL_S):
+                break
+        if not closed:
+            await channel.close()
+        with rt.lock:
+            rt.leases.drained(lease)
+        rt.follow(lease.transfer_id, ())

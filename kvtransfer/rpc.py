@@ -1,0 +1,56 @@
+"""gRPC of the transfer channel: options, addresses, and the control token."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from protos.errors import Code, SplitpointError
+from protos.grpc_errors import abort
+
+CONTROL_TOKEN_KEY = "x-splitpoint-control-token"
+
+# A stopped or vanished peer answers no ping: its streams end after 15 s at the latest, also while nothing is being sent.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_MESSAGES = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [*_KEEPALIVE, *_MESSAGES]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_KEEPALIVE,
+    *_MESSAGES,
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+def control_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of every call between a worker's actor and its ranks."""
+    return ((CONTROL_TOKEN_KEY, token),)
+
+
+async def require_control_token(context: Any, token: str) -> None:
+    """Refuse the call unless it carries `token`."""
+    for key, value in context.invocation_metadata() or ():
+        if key == CONTROL_TOKEN_KEY and hmac.compare_digest(str(value).encode(), token.encode()):
+            return
+    await abort(context, SplitpointError(Code.UNAUTHENTICATED, f"{CONTROL_TOKEN_KEY} is missing or wrong"))
+
+
+def is_peer_lost(exc: grpc.RpcError) -> bool:
+    """The connection is gone, as opposed to an answer that refuses."""
+    return bool(exc.code() is grpc.StatusCode.UNAVAILABLE and not exc.trailing_metadata())
+
+
+def host_id() -> str:
+    """Equal exactly in processes of one boot of one host that share an IPC namespace: shared memory may be used."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/ipc').st_ino}"

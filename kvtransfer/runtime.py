@@ -1,0 +1,214 @@
+"""What a node's parts share: the lock, the tables, the memory, the transports, and who is woken when something changed.
+
+The tables change under `lock`, on the engine's thread and on the node's loop; nothing awaits while holding it. Everything else
+here belongs to the node's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from kvtransfer.checksum import checksum
+from kvtransfer.config import KvTransferSettings
+from kvtransfer.layout import fingerprint
+from kvtransfer.lease import Action, Lease, LeaseTable
+from kvtransfer.machine import Refusal
+from kvtransfer.metrics import KvMetrics
+from kvtransfer.peers import Peers
+from kvtransfer.sessions import SessionTable
+from kvtransfer.staging import Staging
+from kvtransfer.transports.base import Memory, Transport
+from kvtransfer.waiting import Bell, RoomQueue, Tasks
+from protos.errors import Code, SplitpointError
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+SWEEP_S = 0.25
+DRAIN_POLL_S = 0.25
+GATHER_POLL_S = 0.0002
+
+
+class NodeRuntime:
+    """Made on the engine's thread; `bind` once on the node's loop before anything asynchronous."""
+
+    def __init__(
+        self,
+        settings: KvTransferSettings,
+        *,
+        rank: int,
+        incarnation: str,
+        compatibility: pb.KvCompatibility,
+        block_bytes: int,
+        memory: Callable[[int], Memory],
+        host: str,
+    ) -> None:
+        self.settings = settings
+        self.rank = rank
+        self.incarnation = incarnation
+        self.compatibility = compatibility
+        self.fingerprint = fingerprint(compatibility)
+        self.block_bytes = block_bytes
+        self.host_id = host
+        self.lock = threading.Lock()
+        self.metrics = KvMetrics()
+        self.send = Staging(settings.send_staging_bytes)
+        self.receive = Staging(settings.receive_staging_bytes)
+        self.send_memory = memory(self.send.capacity_bytes)
+        self.receive_memory = memory(self.receive.capacity_bytes)
+        self.leases = LeaseTable(self.send, block_tokens=compatibility.block_tokens, block_bytes=block_bytes)
+        self.sessions = SessionTable(self.receive)
+        self.transports: dict[str, Transport] = {}
+        self.endpoint = pb.RankEndpoint()
+        self.recent_errors: deque[SplitpointError] = deque(maxlen=16)
+        self.fetches: dict[bytes, asyncio.Task[None]] = {}
+        self.pulls: dict[bytes, asyncio.Task[pb.PullResponse]] = {}
+        self.pending_fetches = 0
+        self._polling: set[bytes] = set()
+
+    def bind(self) -> None:
+        """Take the running loop as this node's."""
+        self.loop = asyncio.get_running_loop()
+        self.send_room = RoomQueue(self.send, self.lock)
+        self.receive_room = RoomQueue(self.receive, self.lock)
+        self.bell = Bell()
+        self.tasks = Tasks(self._background_failed)
+        self.peers = Peers(self.compatibility, self.fingerprint, self.settings.handshake_timeout_s)
+        self.executor = ThreadPoolExecutor(2, thread_name_prefix=f"kv-checksum-{self.rank}")
+
+    @staticmethod
+    def now() -> float:
+        """Monotonic seconds: the clock of every `now` and `expires_at` here."""
+        return time.monotonic()
+
+    # -- after the tables have changed -----------------------------------------------------------------------------------
+
+    def follow(self, transfer_id: bytes, actions: Iterable[Action]) -> None:
+        """Carry out what a table asked for, and let waiting transfers have what became free. On the loop."""
+        for action in actions:
+            if action is Action.WAKE:
+                self.bell.ring(transfer_id)
+            elif action is Action.END_FETCH and (task := self.fetches.get(transfer_id)) is not None:
+                task.cancel()
+        self.send_room.pump()
+        self.receive_room.pump()
+
+    def follow_from_engine(self, transfer_id: bytes, actions: Iterable[Action]) -> None:
+        """The same from the engine's thread: it only leaves a note."""
+        try:
+            self.loop.call_soon_threadsafe(self._noted, transfer_id, tuple(actions))
+        except RuntimeError:
+            # The loop is closed: the node was stopped while the engine still ran a step.
+            self.metrics.event("engine_call_after_stop")
+
+    def _noted(self, transfer_id: bytes, actions: tuple[Action, ...]) -> None:
+        self.follow(transfer_id, actions)
+        with self.lock:
+            waiting = [lease for lease in self.leases.leases() if lease.gathers and lease.transfer_id not in self._polling]
+        for lease in waiting:
+            self._polling.add(lease.transfer_id)
+            self.tasks.spawn(f"gather {lease.transfer_id.hex()}", self._poll_gathers(lease))
+
+    async def _poll_gathers(self, lease: Lease) -> None:
+        """Until every gather of this lease is done on its device. It outlives the lease: the slot is pinned meanwhile."""
+        try:
+            while True:
+                with self.lock:
+                    gather = lease.gathers[0] if lease.gathers else None
+                if gather is None:
+                    return
+                if gather.ready is None or gather.ready():
+                    with self.lock:
+                        self.leases.settle(lease)
+                    self.follow(lease.transfer_id, [Action.WAKE])
+                else:
+                    await asyncio.sleep(GATHER_POLL_S)
+        finally:
+            self._polling.discard(lease.transfer_id)
+
+    async def sweep(self) -> None:
+        """End what has outlived its deadline, for as long as the node runs."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            with self.lock:
+                leases = self.leases.expire(self.now())
+                sessions = self.sessions.expire(self.now())
+            for lease, actions in leases:
+                self.metrics.expired("send")
+                logger.warning("transfer %s: lease expired; %s", lease.transfer_id.hex(), lease.machine.story())
+                self.follow(lease.transfer_id, actions)
+            for session in sessions:
+                self.metrics.expired("receive")
+                logger.warning("transfer %s: staged KV expired; %s", session.transfer_id.hex(), session.machine.story())
+                self.cancel_pull(session.transfer_id)
+            self.follow(b"", ())
+            self.metrics.staging("send", self.send.used_bytes, self.send.quarantined_bytes)
+            self.metrics.staging("receive", self.receive.used_bytes, self.receive.quarantined_bytes)
+
+    def cancel_pull(self, transfer_id: bytes) -> None:
+        """End the task that pulls this transfer, if one does."""
+        task = self.pulls.get(transfer_id)
+        if task is not None:
+            task.cancel()
+
+    # -- small common things ---------------------------------------------------------------------------------------------
+
+    def transport(self, scheme: str) -> Transport:
+        """Raises `SplitpointError` TRANSFER_REFUSED naming what this rank has."""
+        found = self.transports.get(scheme)
+        if found is None:
+            raise self.refused("transport", f"transport {scheme!r} is not available here; known: {', '.join(self.transports)}")
+        return found
+
+    def refused(self, reason: str, message: str, code: Code = Code.TRANSFER_REFUSED) -> SplitpointError:
+        """A counted and remembered refusal, for the caller to raise."""
+        self.metrics.event(f"refused.{reason}")
+        return self.remember(SplitpointError(code, message))
+
+    def refusal(self, refusal: Refusal) -> SplitpointError:
+        return self.refused(refusal.reason, refusal.message)
+
+    def remember(self, error: SplitpointError) -> SplitpointError:
+        """Keep it for status."""
+        self.recent_errors.append(error)
+        return error
+
+    async def checksum(self, memory: Memory) -> pb.Checksum:
+        """Of staged bytes, computed off the loop."""
+        algorithm = self.settings.checksum
+        if algorithm == "off":
+            return checksum(algorithm, memory)
+        return await self.loop.run_in_executor(self.executor, checksum, algorithm, memory)
+
+    def counters(self) -> dict[str, int]:
+        """Every event of this node so far. Any thread."""
+        with self.lock:
+            tables: list[tuple[str, Mapping[str, int]]] = [
+                ("lease.", dict(self.leases.counters)),
+                ("session.", dict(self.sessions.counters)),
+            ]
+        return {**self.metrics.counters(), **{prefix + k: v for prefix, table in tables for k, v in table.items()}}
+
+    def status(self) -> pb.GetNodeStatusResponse:
+        """A snapshot. `leases` and `sessions` count ended ones too as long as something may still touch their slot."""
+        with self.lock:
+            response = pb.GetNodeStatusResponse(leases=len(self.leases) + self.leases.ending)
+            response.sessions = len(self.sessions) + self.sessions.ending
+            for target, staging in ((response.send, self.send), (response.receive, self.receive)):
+                target.capacity_bytes = staging.capacity_bytes
+                target.used_bytes = staging.used_bytes
+                target.quarantined_bytes = staging.quarantined_bytes
+        response.counters.update(self.counters())
+        response.recent_errors.extend(error.to_proto() for error in list(self.recent_errors))
+        return response
+
+    def _background_failed(self, name: str, exc: BaseException) -> None:
+        self.metrics.event("background_failed")
+        self.remember(SplitpointError(Code.INTERNAL, f"{name}: {exc!r}"))
+        logger.error("%s failed", name, exc_info=exc)

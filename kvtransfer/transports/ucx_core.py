@@ -1,0 +1,456 @@
+"""One UCX worker on one thread: sends, receives, endpoints, progress. Nothing here knows of chunks or leases.
+
+Only the thread touches UCX; callers live on one event loop, put commands into a queue and get futures back. The thread spins
+while a transfer moves, backs off while one stands still, and sleeps when there is none.
+
+A receive is handed to UCX only when its message has announced itself, so one that never comes holds no memory, and its
+length is known before a byte is written. What was announced for a channel that is closed is taken off UCX's queue into a
+buffer of one byte: that completes the peer's send and with it frees the peer's slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.memory import as_host
+from kvtransfer.transports.base import Memory, TransportError
+
+# UCX reads its environment when it is loaded, so this stands before the import. What the user set is left alone.
+UCX_ENVIRONMENT = {
+    "UCX_MEMTYPE_CACHE": "n",  # the cache misses frees of CUDA memory by other libraries
+    "UCX_RNDV_THRESH": "8192",  # above it a send completes only when the receiver has the bytes
+    "UCX_MAX_RNDV_RAILS": "1",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+for _name, _value in UCX_ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import ucxx._lib.libucxx as ucx  # noqa: E402
+from ucxx._lib.arr import Array  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+UCX_VERSION: tuple[int, int, int] = ucx.get_ucx_version()
+CHANNEL_BITS = 40
+CHUNK_BITS = 24
+WARM_CHANNEL = 0
+WARM_BYTES = 64 * 1024
+WARM_SPIN_S = 0.2
+_CHANNEL_MASK = ((1 << CHANNEL_BITS) - 1) << CHUNK_BITS
+
+PROGRESS_AT_ONCE = 32
+SPIN_S = 0.002
+LINGER_S = 1.0
+SWEEP_EVERY_S = 0.001
+CLOSED_CHANNEL_KEPT_S = 60.0
+CLOSE_PERIOD_NS = 100_000_000
+CLOSE_ATTEMPTS = 5
+
+
+_never_freed: list[Any] = []
+"""Requests to dead peers that UCX never completes. Dropping them would let UCX touch freed request objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One incarnation's one rank, and how it is reached. Without `same_host` the endpoint has UCX's error handling on."""
+
+    incarnation: str
+    address: bytes
+    same_host: bool
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One send or receive. `done` resolves to None, or to why the bytes did not move, when UCX can touch `memory` no more.
+
+    `begun` resolves when UCX has been told, or will not be.
+    """
+
+    peer: Peer
+    memory: Memory
+    tag: int
+    sending: bool
+    begun: asyncio.Future[None]
+    done: asyncio.Future[TransportError | None]
+    spin_until: float
+    request: Any = None
+    array: Any = None
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _State:
+    """What only the thread touches."""
+
+    context: Any = None
+    worker: Any = None
+    endpoints: dict[Peer, Any] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    sinks: list[tuple[Any, Any]] = field(default_factory=list)
+    dead: set[str] = field(default_factory=set)
+    moved_at: float = 0.0
+    linger_until: float = 0.0
+    swept_at: float = 0.0
+    stopping: bool = False
+
+
+class UcxCore:
+    """A rank's UCX worker. Every method is called on the event loop on which `start` was."""
+
+    def __init__(self) -> None:
+        self._state = _State()
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open_channels: set[int] = set()
+        self._closed_channels: collections.deque[tuple[float, int]] = collections.deque(maxlen=256)
+        self._next_channel = int.from_bytes(os.urandom(4), "little") + 1
+        self._warm_count = 0
+        self.address = b""
+        self.info = ""
+        self.counters: collections.Counter[str] = collections.Counter()
+
+    # ---- on the event loop
+
+    async def start(self) -> None:
+        """Open UCX. Raises `TransportError("refused")` when it cannot."""
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[str] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="splitpoint-ucx", daemon=True)
+        self._thread.start()
+        if failure := await ready:
+            raise TransportError("refused", failure)
+
+    async def stop(self) -> None:
+        """Close endpoints and end the thread. Operations still outstanding resolve as closed."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._submit(self._begin_stop)
+        await asyncio.to_thread(thread.join)
+
+    def open_channel(self) -> int:
+        """A number that the tags of one transfer's messages to this worker begin with."""
+        self._next_channel = (self._next_channel + 1) % (1 << CHANNEL_BITS) or 1
+        self._open_channels.add(self._next_channel)
+        return self._next_channel
+
+    def close_channel(self, channel: int) -> None:
+        """What still comes for it is thrown away."""
+        if channel in self._open_channels:
+            self._open_channels.discard(channel)
+            self._closed_channels.append((time.monotonic(), channel))
+            self._submit(self._linger)
+
+    def expect(self, peer: Peer) -> None:
+        """Make the endpoint and be ready for the peer's first message."""
+        self._submit(lambda: self._prepare(peer))
+
+    def warm(self, peer: Peer) -> None:
+        """Send one throw-away message if this peer is new: the first message pays for wire-up and registration."""
+        self._submit(lambda: self._warm(peer))
+
+    def send(self, peer: Peer, memory: Memory, tag: int, spin_s: float) -> Operation:
+        return self._operation(peer, memory, tag, spin_s, sending=True)
+
+    def receive(self, peer: Peer, memory: Memory, tag: int, spin_s: float) -> Operation:
+        return self._operation(peer, memory, tag, spin_s, sending=False)
+
+    def give_up(self, operation: Operation) -> None:
+        """Stop spinning for it. A receive that has not begun ends; anything else ends when UCX says so."""
+        operation.cancelled = True
+        self._submit(self._linger)
+
+    def reset(self, peer: Peer) -> None:
+        """Tear down an endpoint that has error handling: everything outstanding on it completes. No-op on the same host."""
+        if not peer.same_host:
+            self._submit(lambda: self._drop(peer))
+
+    def peer_died(self, incarnation: str) -> None:
+        self._submit(lambda: self._bury(incarnation))
+
+    def _operation(self, peer: Peer, memory: Memory, tag: int, spin_s: float, *, sending: bool) -> Operation:
+        operation = self._new(peer, memory, tag, spin_s, sending=sending)
+        if self._thread is None or not self._thread.is_alive():
+            operation.begun.set_result(None)
+            operation.done.set_result(TransportError("closed", "UCX is stopped"))
+        else:
+            self._submit(lambda: self._post(operation))
+        return operation
+
+    def _new(self, peer: Peer, memory: Memory, tag: int, spin_s: float, *, sending: bool) -> Operation:
+        loop = self._loop
+        assert loop is not None, "start first"
+        return Operation(peer, memory, tag, sending, loop.create_future(), loop.create_future(), time.monotonic() + spin_s)
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # ---- on the thread
+
+    def _run(self, ready: asyncio.Future[str]) -> None:
+        state = self._state
+        try:
+            state.context = ucx.UCXContext({}, feature_flags=(ucx.Feature.TAG,))
+            state.worker = ucx.UCXWorker(state.context)
+            self.address = state.worker.address.tobytes()
+            self.info = state.context.info
+        except (ucx.UCXError, RuntimeError, OSError) as exc:
+            self._resolve(ready, f"UCX does not open: {exc}")
+            return
+        self._resolve(ready, "")
+        try:
+            while not state.stopping:
+                self._turn()
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        """Commands, progress, completions; then as long a pause as nothing suffers from."""
+        state = self._state
+        while self._commands:
+            self._commands.popleft()()
+        moved = sum(1 for _ in itertools.takewhile(bool, (state.worker.progress_once() for _ in range(PROGRESS_AT_ONCE))))
+        now = time.monotonic()
+        if moved:
+            state.moved_at = now
+        self._advance(now)
+        if now - state.swept_at > SWEEP_EVERY_S:
+            state.swept_at = now
+            self._sweep(now)
+        pause = self._pause_s(now)
+        if pause == 0:
+            return
+        with self._wake:
+            if not self._commands:
+                self._wake.wait(pause)
+
+    def _pause_s(self, now: float) -> float | None:
+        state = self._state
+        if any(not op.cancelled and now < op.spin_until for op in state.operations):
+            still = now - state.moved_at
+            return 0 if still < SPIN_S else 0.0001 if still < 0.05 else 0.001
+        if now < state.linger_until:
+            return 0.001
+        if state.operations or state.sinks:
+            return 0.01
+        return 0.25 if state.endpoints else None
+
+    def _linger(self) -> None:
+        self._state.linger_until = time.monotonic() + LINGER_S
+
+    def _endpoint(self, peer: Peer) -> Any:
+        """The cached endpoint, or a new one when there is none or UCX has seen it fail. Raises `TransportError`."""
+        state = self._state
+        if peer.incarnation in state.dead:
+            raise TransportError("peer_lost", f"incarnation {peer.incarnation!r} is dead")
+        endpoint = state.endpoints.get(peer)
+        if endpoint is not None and not endpoint.alive:
+            self._drop(peer)
+            endpoint = None
+        if endpoint is None:
+            try:
+                address = ucx.UCXAddress.create_from_buffer(bytearray(peer.address))
+                endpoint = ucx.UCXEndpoint.create_from_worker_address(state.worker, address, not peer.same_host)
+            except (ucx.UCXError, RuntimeError, ValueError) as exc:
+                raise TransportError("refused", f"no UCX path to incarnation {peer.incarnation!r}: {exc}") from exc
+            state.endpoints[peer] = endpoint
+            self.counters["endpoints"] += 1
+        self._linger()
+        return endpoint
+
+    def _prepare(self, peer: Peer) -> None:
+        try:
+            self._endpoint(peer)
+        except TransportError as exc:
+            # The first receive meets the same and tells its caller.
+            logger.warning("ucx: %s", exc)
+
+    def _warm(self, peer: Peer) -> None:
+        if peer in self._state.endpoints:
+            return
+        self._warm_count += 1
+        tag = WARM_CHANNEL << CHUNK_BITS | self._warm_count % (1 << CHUNK_BITS)
+        self._post(self._new(peer, np.zeros(WARM_BYTES, np.uint8), tag, WARM_SPIN_S, sending=True))
+
+    def _post(self, operation: Operation) -> None:
+        state = self._state
+        state.moved_at = time.monotonic()
+        try:
+            if state.stopping:
+                raise TransportError("closed", "UCX is stopped")
+            endpoint = self._endpoint(operation.peer)
+            if operation.sending:
+                operation.array = _array(operation.memory)
+                operation.request = endpoint.tag_send(operation.array, ucx.UCXXTag(operation.tag))
+        except (ucx.UCXError, RuntimeError) as exc:
+            self._settle(operation, TransportError("peer_lost", f"UCX refused to send: {exc}"))
+        except TransportError as exc:
+            self._settle(operation, exc)
+        else:
+            state.operations.append(operation)
+            self._resolve(operation.begun, None)
+
+    def _advance(self, now: float) -> None:
+        """Begin receives whose message is announced, settle what has completed."""
+        state = self._state
+        for operation in list(state.operations):
+            if operation.request is None:
+                self._begin_receive(operation)
+            request = operation.request
+            if request is not None and request.completed:
+                operation.request = operation.array = None
+                self._settle(operation, _failure(request))
+        state.sinks = [entry for entry in state.sinks if not entry[0].completed]
+
+    def _begin_receive(self, operation: Operation) -> None:
+        state = self._state
+        tag = ucx.UCXXTag(operation.tag)
+        if operation.cancelled:
+            self._settle(operation, TransportError("closed", "given up before the payload was announced"))
+            return
+        found = state.worker.tag_probe(tag)
+        if not found.matched:
+            endpoint = state.endpoints.get(operation.peer)
+            if endpoint is None or not endpoint.alive:
+                self._settle(operation, TransportError("peer_lost", "the connection to the sender failed"))
+            return
+        expected = len(operation.memory)
+        if found.length != expected:
+            self._sink(found)
+            self._settle(operation, TransportError("corrupt", f"{found.length} bytes came where {expected} were announced"))
+            return
+        operation.array = _array(operation.memory)
+        try:
+            operation.request = self._endpoint(operation.peer).tag_recv(operation.array, tag)
+        except (ucx.UCXError, RuntimeError) as exc:
+            self._settle(operation, TransportError("peer_lost", f"UCX refused to receive: {exc}"))
+        except TransportError as exc:
+            self._settle(operation, exc)
+
+    def _sweep(self, now: float) -> None:
+        """Take messages that nobody waits for off UCX's queue."""
+        worker = self._state.worker
+        while (found := worker.tag_probe(ucx.UCXXTag(0), ucx.UCXXTagMask(0))).matched:
+            if found.sender_tag.value >> CHUNK_BITS in self._open_channels:
+                break
+            self._sink(found)
+        while self._closed_channels and now - self._closed_channels[0][0] > CLOSED_CHANNEL_KEPT_S:
+            self._closed_channels.popleft()
+        # A message for an open channel at the head of the queue hides what is behind it.
+        if found.matched:
+            for _, channel in list(self._closed_channels):
+                while (hidden := worker.tag_probe(ucx.UCXXTag(channel << CHUNK_BITS), ucx.UCXXTagMask(_CHANNEL_MASK))).matched:
+                    self._sink(hidden)
+
+    def _sink(self, found: Any) -> None:
+        """Receive an announced message into a buffer that is too short, which completes its send; all of a warm-up."""
+        warm = found.sender_tag.value >> CHUNK_BITS == WARM_CHANNEL and found.length <= WARM_BYTES
+        scratch = np.zeros(found.length if warm else 1, np.uint8)
+        array = Array(scratch)
+        request = self._state.worker.tag_recv(array, ucx.UCXXTag(found.sender_tag.value))
+        self._state.sinks.append((request, array))
+        self.counters["warmed" if warm else "sunk"] += 1
+
+    def _drop(self, peer: Peer) -> None:
+        """Close an endpoint with error handling so that everything on it completes; bounded, progresses UCX meanwhile."""
+        endpoint = self._state.endpoints.pop(peer, None)
+        if endpoint is None:
+            return
+        self.counters["endpoints_closed"] += 1
+        if peer.same_host:
+            endpoint.close()  # close_blocking can hang here
+        else:
+            endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
+        self._quiet()
+
+    def _quiet(self) -> None:
+        """Progress until UCX has nothing to do, so that bytes already here land before their slot is called free."""
+        for _ in range(10_000):
+            if not self._state.worker.progress_once():
+                return
+
+    def _bury(self, incarnation: str) -> None:
+        """The process is gone: close its endpoints, then settle what was outstanding whether or not UCX completed it."""
+        state = self._state
+        state.dead.add(incarnation)
+        for peer in [p for p in state.endpoints if p.incarnation == incarnation]:
+            self._drop(peer)
+        self._advance(time.monotonic())
+        for operation in [op for op in state.operations if op.peer.incarnation == incarnation]:
+            self._abandon(operation, TransportError("peer_lost", f"incarnation {incarnation!r} is dead"))
+
+    def _abandon(self, operation: Operation, why: TransportError) -> None:
+        if operation.request is not None:
+            _never_freed.append((operation.request, operation.array))
+            self.counters["abandoned"] += 1
+        self._settle(operation, why)
+
+    def _settle(self, operation: Operation, failure: TransportError | None) -> None:
+        with contextlib.suppress(ValueError):
+            self._state.operations.remove(operation)
+        self.counters["failed" if failure else "completed"] += 1
+        operation.memory = None
+        self._resolve(operation.done, failure)
+        self._resolve(operation.begun, None)
+
+    def _resolve(self, future: asyncio.Future[Any], value: Any) -> None:
+        def resolve() -> None:
+            if not future.done():
+                future.set_result(value)
+
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(resolve)
+
+    def _begin_stop(self) -> None:
+        self._state.stopping = True
+
+    def _end(self) -> None:
+        """Close everything. A live peer of this host may still read what is outstanding, so its request is never freed."""
+        state = self._state
+        while self._commands:
+            self._commands.popleft()()
+        outstanding = bool(state.operations or state.sinks)
+        for peer in list(state.endpoints):
+            self._drop(peer)
+        self._advance(time.monotonic())
+        for operation in list(state.operations):
+            self._abandon(operation, TransportError("closed", "UCX is stopped"))
+        if outstanding:
+            _never_freed.append((state.sinks, state.worker, state.context))
+        state.sinks = []
+        state.worker = state.context = None
+
+
+def _array(memory: Memory) -> Any:
+    """UCX's view of it. A torch tensor on the host is shown as numpy, one on a device by its CUDA array interface."""
+    if isinstance(memory, np.ndarray) or memory.device.type == "cpu":
+        return Array(as_host(memory))
+    return Array(memory)
+
+
+def _failure(request: Any) -> TransportError | None:
+    try:
+        request.check_error()
+    except ucx.UCXMessageTruncatedError as exc:
+        return TransportError("corrupt", str(exc))
+    except ucx.UCXError as exc:
+        return TransportError("peer_lost", f"UCX: {type(exc).__name__}: {exc}")
+    return None
