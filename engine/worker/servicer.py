@@ -1,0 +1,147 @@
+"""`WorkerService` on the wire: the stream's two directions, and translation of errors at the edge."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from engine.worker.mux import EventQueue
+from protos.errors import SplitpointError
+from protos.grpc_errors import abort
+from protos.ids import TransferId
+from protos.splitpoint.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from engine.worker.server import WorkerServer
+
+_log = logging.getLogger(__name__)
+
+CONTROL_TOKEN_METADATA = "x-splitpoint-control-token"
+
+_RELEASES_AT_ONCE = 16
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves gateways and this worker's own ranks."""
+
+    def __init__(self, worker: WorkerServer) -> None:
+        self._worker = worker
+        self._numbers = itertools.count(1)
+
+    async def DescribeWorker(  # noqa: N802
+        self, request: worker_pb2.DescribeWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DescribeWorkerResponse:
+        try:
+            return self._worker.describe()
+        except SplitpointError as error:
+            return await abort(context, error)
+
+    async def RegisterRank(  # noqa: N802
+        self, request: worker_pb2.RegisterRankRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.RegisterRankResponse:
+        token = dict(context.invocation_metadata() or ()).get(CONTROL_TOKEN_METADATA, "")
+        try:
+            self._worker.registry.register(request, str(token))
+        except SplitpointError as error:
+            self._worker.metrics.event("register_refused")
+            _log.warning("rank refused address=%s: %s", request.endpoint.address, error)
+            await abort(context, error)
+        return worker_pb2.RegisterRankResponse()
+
+    async def Stream(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+        stream = _GatewayStream(self._worker, next(self._numbers))
+        try:
+            await stream.serve(context)
+        finally:
+            stream.broken()
+
+
+class _GatewayStream:
+    """One gateway's stream, from its first leg to its end."""
+
+    def __init__(self, worker: WorkerServer, number: int) -> None:
+        self._worker = worker
+        self._number = number
+        self._queue = EventQueue(worker.settings.max_pending_events)
+
+    async def serve(self, context: grpc.aio.ServicerContext) -> None:
+        """Read legs and write frames until the gateway closes its side and its legs have ended, or the stream breaks."""
+        reader = asyncio.create_task(self._read(context), name=f"stream-{self._number}-read")
+        writer = asyncio.create_task(self._queue.drain(context.write), name=f"stream-{self._number}-write")
+        try:
+            # Either side's failure is the stream's; gRPC cancels this coroutine when the peer goes away.
+            done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                error = task.exception()
+                if error is not None:
+                    raise error
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    def broken(self) -> None:
+        """The stream is over: abort what it still carries and release its transfers."""
+        worker = self._worker
+        self._queue.close()
+        aborted = worker.attempts.abort_stream(self._queue, "stream_broken")
+        transfers = worker.transfers.take(self._number)
+        if aborted or transfers:
+            worker.metrics.event("stream_broken")
+            _log.warning("gateway stream broke: aborts %d legs, releases %d transfers", aborted, len(transfers))
+        if transfers:
+            worker.attempts.spawn(self._release_all(transfers))
+
+    async def _read(self, context: grpc.aio.ServicerContext) -> None:
+        while True:
+            request = await context.read()
+            if request is grpc.aio.EOF:
+                break
+            self._dispatch(request)
+        await self._worker.attempts.stream_idle(self._queue)
+        self._queue.finish()
+
+    def _dispatch(self, request: worker_pb2.StreamRequest) -> None:
+        worker, name = self._worker, request.WhichOneof("leg")
+        if name is None:
+            worker.metrics.event("leg_empty")
+            return
+        message = getattr(request, name)
+        if name == "abort":
+            worker.attempts.abort(message.attempt_id, message.reason)
+            return
+        if name == "release":
+            worker.attempts.spawn(self._release(TransferId(message.transfer_id), message.reason))
+            return
+        try:
+            handler = worker.handler(name)
+        except SplitpointError as refusal:
+            worker.attempts.refuse(name, message.header, refusal, self._queue)
+            return
+        transfer_id = _transfer_of(name, message)
+        if transfer_id:
+            worker.transfers.note(self._number, TransferId(transfer_id), message.header.remaining_s)
+        worker.attempts.start(name, handler, message, self._queue)
+
+    async def _release(self, transfer_id: TransferId, reason: str) -> None:
+        if not await self._worker.release(transfer_id, reason):
+            self._worker.metrics.event("release_unknown")
+
+    async def _release_all(self, transfers: list[TransferId]) -> None:
+        gate = asyncio.Semaphore(_RELEASES_AT_ONCE)
+
+        async def one(transfer_id: TransferId) -> None:
+            async with gate:
+                await self._worker.release(transfer_id, "stream_broken")
+
+        await asyncio.gather(*(one(t) for t in transfers))
+
+
+def _transfer_of(name: str, message: Any) -> bytes:
+    if name in ("prefill", "prepare"):
+        return bytes(message.grant.transfer_id)
+    return bytes(message.transfer_id) if name == "decode" else b""
