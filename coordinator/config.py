@@ -1,0 +1,298 @@
+"""The whole configuration: one TOML composed of each package's frozen settings.
+
+Precedence, highest first:
+
+1. `--set path=value`, for example `--set engine.max_num_seqs=32`
+2. environment, `SPLITPOINT__ENGINE__MAX_NUM_SEQS=32`: two underscores separate the parts of a path
+3. the TOML file
+4. defaults
+
+A value given as text (1 and 2) is read as TOML (`32`, `true`, `[1, 2]`, `"text"`) and taken as plain text when it is none.
+Byte sizes may be written `"256MiB"`: a key that ends in `_bytes` is parsed once, here. A relative model path is taken from
+the working directory of the process that loads the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from coordinator.gateway.client_config import WorkerClientSettings
+from coordinator.gateway.config import GatewaySettings
+from coordinator.routing.config import RoutingSettings
+from coordinator.routing.views import Role
+from decode.config import DecodeSettings
+from engine.config import EngineSettings
+from engine.worker.config import WorkerSettings
+from kvtransfer.config import KvTransferSettings
+from prefill.config import PrefillSettings
+
+ENV_PREFIX = "SPLITPOINT__"
+
+
+class ConfigError(ValueError):
+    """The configuration is refused. `problems` has one line per fault, each naming its path and where it was given."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+class PoolSettings(BaseModel):
+    """One pool of equal workers. `engine` overrides single fields of the common `[engine]` table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Role
+    replicas: NonNegativeInt = 1
+    engine: dict[str, Any] = Field(default_factory=dict)
+
+
+class CoordinatorSettings(BaseModel):
+    """The coordinator actor, its liveness rules and the Ray cluster under it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ray_address: str = Field("embedded", description='"embedded": a private Ray of this launcher; else an address, or "auto".')
+    node_ip: str = Field("127.0.0.1", description="Where an embedded Ray listens.")
+    state_dir: Path = Field(Path(".splitpoint"), description="Desired state (SQLite) and run manifests, on the head.")
+    gateways: PositiveInt = Field(1, description="Gateway actors; the n-th adds n to each of the gateway's fixed ports.")
+    heartbeat_interval_s: float = Field(1.0, gt=0)
+    missed_heartbeats: PositiveInt = Field(3, description="Missed in a row before a worker is probed and, if silent, fenced.")
+    probe_timeout_s: float = Field(2.0, gt=0)
+    drain_timeout_s: float = Field(120.0, gt=0, description="Longer than the longest generation; then the rest is ended.")
+    restart_backoff_s: float = Field(1.0, gt=0, description="After a start that failed; doubles with each further one.")
+    restart_backoff_max_s: float = Field(60.0, gt=0)
+    start_timeout_s: float = Field(600.0, gt=0, description="`serve` gives up when not every pool is ready by then.")
+    worker_cpus: float = Field(0.1, gt=0, description="Ray CPUs of one rank's bundle on machines without accelerators.")
+    worker_gpus: float | None = Field(None, ge=0, description="Ray GPUs of one rank's bundle. None: 1 if the cluster has any.")
+    pin_cpus: bool = Field(True, description="CPU engines: give each worker of a node its own cores, as far as there are.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CoordinatorSettings:
+        if self.restart_backoff_max_s < self.restart_backoff_s:
+            raise ValueError("restart_backoff_max_s must be at least restart_backoff_s")
+        return self
+
+    @property
+    def heartbeat_limit_s(self) -> float:
+        """A heartbeat older than this makes a worker suspect."""
+        return self.heartbeat_interval_s * self.missed_heartbeats
+
+
+def _default_pools() -> dict[str, PoolSettings]:
+    return {"prefill": PoolSettings(role=Role.PREFILL), "decode": PoolSettings(role=Role.DECODE)}
+
+
+class Settings(BaseModel):
+    """Everything `splitpoint serve` needs to know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: EngineSettings = EngineSettings()
+    kvtransfer: KvTransferSettings = KvTransferSettings()
+    prefill: PrefillSettings = PrefillSettings()
+    decode: DecodeSettings = DecodeSettings()
+    worker: WorkerSettings = WorkerSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    routing: RoutingSettings = RoutingSettings()
+    worker_client: WorkerClientSettings = WorkerClientSettings()
+    pools: dict[str, PoolSettings] = Field(default_factory=_default_pools)
+    coordinator: CoordinatorSettings = CoordinatorSettings()
+    log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="after")
+    def _pools_serve(self) -> Settings:
+        if not any(pool.replicas for pool in self.pools.values()):
+            raise ValueError("pools: at least one pool needs a replica")
+        problems = []
+        for name, pool in self.pools.items():
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+                problems.append(f"pools.{name}: a pool's name is lower-case letters, digits and '-'")
+            try:
+                self.engine_of(name)
+            except ValidationError as error:
+                problems.extend(_problems(error, EngineSettings, f"pools.{name}.engine.", {}))
+            else:
+                if "kind" in pool.engine or "model_path" in pool.engine or "served_model_name" in pool.engine:
+                    problems.append(f"pools.{name}.engine: kind, model_path and served_model_name are the same for all pools")
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+    def engine_of(self, pool: str) -> EngineSettings:
+        """The engine settings of one pool's workers: the common ones with the pool's overrides.
+
+        Raises:
+            KeyError: no such pool.
+            ValidationError: an override is refused.
+        """
+        overrides = dict(self.pools[pool].engine)
+        merged = _merge(self.engine.model_dump(), overrides)
+        return EngineSettings.model_validate(merged)
+
+
+def load(
+    file: Path | None = None,
+    sets: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
+    """Read, merge and validate. `environment` defaults to this process's.
+
+    Raises:
+        ConfigError: unreadable file, or a bad key or value; every problem names its path and where it was given.
+    """
+    origins: dict[str, str] = {}
+    tree: dict[str, Any] = {}
+    # Pools that a file names replace the default ones; single fields given elsewhere change them.
+    default_pools = {name: pool.model_dump(mode="json") for name, pool in _default_pools().items()}
+    for origin, layer in _layers(file, sets, os.environ if environment is None else environment):
+        for path in _paths(layer):
+            origins[path] = origin
+        if origin != str(file):
+            tree.setdefault("pools", default_pools)
+        tree = _merge(tree, layer)
+    tree = _parse_sizes(tree, "", origins)
+    try:
+        settings = Settings.model_validate(tree)
+    except ConfigError:
+        raise
+    except ValidationError as error:
+        raise ConfigError(_problems(error, Settings, "", origins)) from error
+    engine = settings.engine.model_copy(update={"model_path": settings.engine.model_path.expanduser().absolute()})
+    coordinator = settings.coordinator.model_copy(update={"state_dir": settings.coordinator.state_dir.expanduser().absolute()})
+    return settings.model_copy(update={"engine": engine, "coordinator": coordinator})
+
+
+def parse_bytes(text: str) -> int:
+    """`"256MiB"`, `"1.5 GB"`, `"4096"` in bytes. Binary units have an i; others are powers of 1000.
+
+    Raises:
+        ValueError: not a size, or not a whole number of bytes.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is not a byte size such as 256MiB, 1GB or 4096")
+    power = " KMGT".index(match[2] or " ")
+    value = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number of bytes")
+    return int(value)
+
+
+def _layers(file: Path | None, sets: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lowest precedence first."""
+    if file is not None:
+        try:
+            yield str(file), tomllib.loads(file.read_text())
+        except OSError as error:
+            raise ConfigError([f"{file}: {error.strerror}"]) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError([f"{file}: not TOML: {error}"]) from error
+    for key, text in sorted(environment.items()):
+        if key.startswith(ENV_PREFIX):
+            parts = [part.lower() for part in key[len(ENV_PREFIX) :].split("__")]
+            if not all(parts):
+                raise ConfigError([f"environment {key}: an empty part; write {ENV_PREFIX}A__B"])
+            yield f"environment {key}", _nest(parts, _value(text))
+    for item in sets:
+        path, equals, text = item.partition("=")
+        parts = path.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError([f"--set {item}: write path=value, for example engine.max_num_seqs=32"])
+        yield f"--set {item}", _nest(parts, _value(text))
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _nest(parts: Sequence[str], value: Any) -> dict[str, Any]:
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        yield path
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{path}.")
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _parse_sizes(tree: Mapping[str, Any], prefix: str, origins: Mapping[str, str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            parsed[key] = _parse_sizes(value, f"{path}.", origins)
+        elif key.endswith("_bytes") and isinstance(value, str):
+            try:
+                parsed[key] = parse_bytes(value)
+            except ValueError as error:
+                raise ConfigError([f"{path}: {error}{_given(origins, path)}"]) from error
+        else:
+            parsed[key] = value
+    return parsed
+
+
+def _problems(error: ValidationError, model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> list[str]:
+    """One line per fault: path, what is wrong, where it was given."""
+    lines = []
+    for fault in error.errors():
+        cause = fault.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            lines.extend(line + _given(origins, line.partition(": ")[0]) for line in cause.problems)
+            continue
+        loc = [str(part) for part in fault["loc"]]
+        path = prefix + ".".join(loc)
+        if fault["type"] == "extra_forbidden":
+            known = _known_keys(model, loc[:-1])
+            near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+            lines.append(f"{path}: unknown key, {hint}{_given(origins, path)}")
+        else:
+            shown = "" if fault["type"] in ("missing", "value_error") else f", got {fault['input']!r}"
+            message = fault["msg"].removeprefix("Value error, ")
+            lines.append(f"{path or 'configuration'}: {message}{shown}{_given(origins, path)}")
+    return lines
+
+
+def _given(origins: Mapping[str, str], path: str) -> str:
+    """Where `path`, or the closest table above it, was given."""
+    while path:
+        if path in origins:
+            return f" ({origins[path]})"
+        path = path.rpartition(".")[0]
+    return ""
+
+
+def _known_keys(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
+    """The field names of the model at `loc` below `model`."""
+    current: Any = model
+    for part in loc:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            current = current.model_fields[part].annotation
+        else:
+            # A table of tables (`pools`): the part is its free key.
+            current = next((a for a in get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []

@@ -1,0 +1,245 @@
+"""`splitpoint serve`: join Ray, start the coordinator (which starts workers and gateways), wait, end everything in order.
+
+Ray may be imported only after the cluster has been joined (`ray_cluster`), so the actors' modules are imported late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from coordinator import manifest
+from coordinator.config import Settings
+from coordinator.pools.ray_cluster import NAMESPACE, Cluster, joined
+from coordinator.routing.views import WorkerState
+from protos.splitpoint.v1 import admin_pb2
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_CALL_TIMEOUT_S = 5.0
+
+
+class LaunchError(RuntimeError):
+    """The system could not be started; the text says why and what to do."""
+
+
+def serve(settings: Settings, console: Console, *, ready_file: Path | None = None) -> None:
+    """Start, say where it listens, stay until SIGINT or SIGTERM, then drain and end everything. Main thread only.
+
+    `ready_file` gets the addresses as JSON once requests are served, for programs that start this one.
+
+    Raises:
+        LaunchError: nothing is left running.
+    """
+    _check_model(settings)
+    with _exclusive(settings.coordinator.state_dir), _signals() as stop:
+        record = manifest.collect(settings)
+        path = record.write(settings.coordinator.state_dir)
+        console.print(f"run {record.run_id}, manifest {path}")
+        where = settings.coordinator.ray_address
+        console.print("starting a private Ray" if where == "embedded" else f"joining Ray at {where}")
+        with joined(where, settings.coordinator.node_ip) as cluster:
+            # Ray's init takes SIGTERM for itself.
+            stop.install()
+            handle = _start_coordinator(settings, record, cluster)
+            try:
+                status = _wait_ready(handle, settings, console, stop)
+                if status is not None:
+                    _announce(status, console, ready_file)
+                    stop.wait()
+            finally:
+                _end(handle, settings, console, stop)
+                if ready_file is not None:
+                    ready_file.unlink(missing_ok=True)
+    console.print("everything has ended")
+
+
+class _Stop:
+    """SIGINT or SIGTERM: the first asks for an orderly end, the second cuts the drain short."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = threading.Event()
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.count += 1
+        self._event.set()
+
+    def wait(self) -> None:
+        # Waiting without a limit would keep Python from running the signal handler.
+        while not self._event.wait(0.5):
+            pass
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Stop]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = _Stop()
+    stop.install()
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _exclusive(state_dir: Path) -> Iterator[None]:
+    """One launcher per state directory; the lock ends with the process."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with (state_dir / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            message = f"{state_dir} is in use by pid {owner}: stop it, or set coordinator.state_dir to another directory"
+            raise LaunchError(message) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _check_model(settings: Settings) -> None:
+    path = settings.engine.model_path
+    if settings.engine.kind == "vllm" and not (path / "config.json").is_file():
+        raise LaunchError(f"no model at {path}: run `splitpoint models fetch smollm2` or set engine.model_path")
+
+
+def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster: Cluster) -> Any:
+    import ray
+
+    from coordinator.pools.ray_coordinator import COORDINATOR_NAME, CoordinatorActor, CoordinatorSpec
+
+    spec = CoordinatorSpec(run_id=record.run_id, settings=settings, num_gpus=cluster.num_gpus, manifest=record)
+    options = {
+        "name": COORDINATOR_NAME,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+    try:
+        return ray.remote(CoordinatorActor).options(**options).remote(spec)
+    except ValueError as error:
+        raise LaunchError(f"a coordinator runs already in this Ray cluster: {error}") from error
+
+
+def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) -> admin_pb2.GetStatusResponse | None:
+    """None when a signal came first."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+
+    until_s = time.monotonic() + settings.coordinator.start_timeout_s
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    told: set[str] = set()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting the coordinator", total=None)
+        while not stop.count:
+            try:
+                status = ray.get(handle.status.remote(), timeout=_CALL_TIMEOUT_S)
+            except GetTimeoutError:
+                status = None
+            except RayError as error:
+                raise LaunchError(f"the coordinator died while starting: {error}") from error
+            if status is not None:
+                progress.update(task, description=_describe(status))
+                _tell(status, told, progress.console.print)
+                if _is_ready(status, settings):
+                    return status
+                failure = _failure(status)
+                if failure:
+                    raise LaunchError(failure)
+            if time.monotonic() > until_s:
+                raise LaunchError(f"not ready after coordinator.start_timeout_s = {settings.coordinator.start_timeout_s:g} s")
+            time.sleep(_POLL_S)
+    return None
+
+
+def _describe(status: admin_pb2.GetStatusResponse) -> str:
+    pools = ", ".join(f"{p.name} {p.ready}/{p.target}" for p in status.pools)
+    return f"starting engines ({pools}) and {len(status.gateways)} gateway(s)"
+
+
+def _tell(status: admin_pb2.GetStatusResponse, told: set[str], say: Callable[[str], None]) -> None:
+    for worker in status.workers:
+        text = f"{worker.worker_id} is {worker.state}" + (f" at {worker.address}" if worker.state == "ready" else "")
+        text += f": {worker.detail}" if worker.detail and worker.state != WorkerState.READY else ""
+        if text not in told:
+            told.add(text)
+            say(f"  {text}")
+
+
+def _failure(status: admin_pb2.GetStatusResponse) -> str:
+    """Engines that die on their first start will do so again: say why instead of trying until the time is up."""
+    names = [w.worker_id for w in status.workers]
+    repeated = [n for n in names if int(n.rpartition("-")[2]) > _FIRST_STARTS + max(p.target for p in status.pools)]
+    dead = [f"{w.worker_id}: {w.detail}" for w in status.workers if w.state == WorkerState.DEAD]
+    return f"engines keep dying: {'; '.join(dead) or ', '.join(repeated)}" if repeated else ""
+
+
+_FIRST_STARTS = 2
+
+
+def _is_ready(status: admin_pb2.GetStatusResponse, settings: Settings) -> bool:
+    full = all(p.ready >= p.target for p in status.pools)
+    return full and len(status.gateways) >= settings.coordinator.gateways
+
+
+def _announce(status: admin_pb2.GetStatusResponse, console: Console, ready_file: Path | None) -> None:
+    gateways = [
+        {"http": g.http_address, "grpc": g.grpc_address, "admin": g.admin_address, "id": g.gateway_id} for g in status.gateways
+    ]
+    for g in gateways:
+        console.print(f"[bold]serving {status.model}[/bold]")
+        console.print(f"  OpenAI HTTP  http://{g['http']}/v1")
+        console.print(f"  gRPC         {g['grpc']}")
+        console.print(f"  admin        {g['admin']}   (splitpoint status --admin {g['admin']})")
+    console.print("Ctrl-C drains and ends everything")
+    if ready_file is not None:
+        partial = ready_file.with_suffix(".partial")
+        partial.write_text(json.dumps({"model": status.model, "pid": os.getpid(), "gateways": gateways}))
+        partial.replace(ready_file)
+
+
+def _end(handle: Any, settings: Settings, console: Console, stop: _Stop) -> None:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+
+    from coordinator.pools.ray_gateway import end_gateways
+
+    timeout_s = settings.coordinator.drain_timeout_s
+    console.print(f"draining (up to {timeout_s:g} s; a second signal cuts it short)")
+    signals = stop.count
+    pending = handle.shutdown.remote(timeout_s)
+    until_s = time.monotonic() + timeout_s + 30.0
+    while time.monotonic() < until_s and stop.count == signals:
+        try:
+            ray.get(pending, timeout=0.5)
+            break
+        except GetTimeoutError:
+            continue
+        except RayError as error:
+            console.print(f"the coordinator did not end the workers: {type(error).__name__}; ending them with Ray")
+            break
+    with contextlib.suppress(RayError, ValueError):
+        end_gateways()
+    ray.kill(handle, no_restart=True)

@@ -1,0 +1,140 @@
+"""Operators' API: `AdminService` over a backend, and the messages that describe pools and workers. No Ray here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+
+from coordinator.pools.reconcile import PoolTarget
+from coordinator.pools.reports import GatewayReport
+from coordinator.routing.views import WorkerState, WorkerView
+from protos.errors import Code, SplitpointError, invalid
+from protos.grpc_errors import abort
+from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
+
+MAX_REPLICAS = 4096
+
+
+class AdminBackend(Protocol):
+    """What the service forwards to. Every method raises `SplitpointError`; `NO_WORKER` when the coordinator is away."""
+
+    async def status(self) -> admin_pb2.GetStatusResponse: ...
+
+    async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus: ...
+
+    async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus: ...
+
+    async def manifest(self) -> str: ...
+
+    async def reset_prefix_caches(self) -> int: ...
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Validates, forwards, and turns `SplitpointError` into its status."""
+
+    def __init__(self, backend: AdminBackend) -> None:
+        self._backend = backend
+
+    async def GetStatus(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            return await self._backend.status()
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def ScalePool(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            if not request.pool:
+                raise invalid("pool", "pool is missing: name one")
+            if request.replicas > MAX_REPLICAS:
+                raise invalid("replicas", f"replicas must be 0 to {MAX_REPLICAS}, got {request.replicas}")
+            current = request.current_replicas if request.HasField("current_replicas") else None
+            return admin_pb2.ScalePoolResponse(pool=await self._backend.scale(request.pool, request.replicas, current))
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def DrainWorker(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            if not request.worker_id:
+                raise invalid("worker_id", "worker_id is missing: name one")
+            if not 0 <= request.timeout_s < float("inf"):
+                raise invalid("timeout_s", f"timeout_s must be finite and not negative, got {request.timeout_s}")
+            return admin_pb2.DrainWorkerResponse(worker=await self._backend.drain(request.worker_id, request.timeout_s))
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def GetManifest(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            return admin_pb2.GetManifestResponse(manifest_json=await self._backend.manifest())
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def ResetPrefixCaches(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            return admin_pb2.ResetPrefixCachesResponse(workers=await self._backend.reset_prefix_caches())
+        except SplitpointError as error:
+            await abort(context, error)
+
+
+def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
+    """One worker as operators see it."""
+    return admin_pb2.WorkerStatus(
+        worker_id=view.worker_id,
+        pool=view.pool,
+        role=view.role.value,
+        state=view.state.value,
+        incarnation=view.incarnation,
+        address=view.address,
+        running=view.running,
+        waiting=view.waiting,
+        leases=view.leases,
+        kv_usage=view.kv_usage,
+        heartbeat_age_s=view.heartbeat_age_s,
+        pid=view.pid,
+        detail=view.detail,
+    )
+
+
+def pool_status(target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
+    """One pool's target beside what it has."""
+    states = [view.state for view in views if view.pool == target.name]
+    return admin_pb2.PoolStatus(
+        name=target.name,
+        role=target.role.value,
+        target=target.replicas,
+        ready=states.count(WorkerState.READY),
+        starting=states.count(WorkerState.STARTING),
+        draining=states.count(WorkerState.DRAINING),
+    )
+
+
+def status(
+    targets: Sequence[PoolTarget],
+    views: Sequence[WorkerView],
+    gateways: Sequence[GatewayReport],
+    model: str,
+) -> admin_pb2.GetStatusResponse:
+    """Everything at one moment."""
+    return admin_pb2.GetStatusResponse(
+        pools=[pool_status(target, views) for target in targets],
+        workers=[worker_status(view) for view in views],
+        gateways=[
+            admin_pb2.GatewayStatus(
+                gateway_id=g.gateway_id,
+                http_address=g.http_address,
+                grpc_address=g.grpc_address,
+                admin_address=g.admin_address,
+                in_flight=g.in_flight,
+            )
+            for g in gateways
+        ],
+        model=model,
+    )
+
+
+def unavailable(why: str) -> SplitpointError:
+    """The coordinator does not answer; traffic goes on without it."""
+    return SplitpointError(
+        Code.NO_WORKER, f"the coordinator does not answer ({why}); requests are still served", retry_after_s=2.0
+    )

@@ -1,0 +1,199 @@
+"""The coordinator's table of workers: heartbeats, probes and deaths in; records for `reconcile` and views for gateways out.
+
+No Ray, no clock of its own: every method takes `now_s`. One event loop owns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, replace
+
+from coordinator.pools.reconcile import Backoff, WorkerRecord
+from coordinator.pools.reports import Beat
+from coordinator.routing.views import Role, WorkerState, WorkerView
+from protos.ids import Incarnation, WorkerId
+
+log = logging.getLogger(__name__)
+
+_HEALTHY_LIFE_S = 60.0
+"""A worker that died after serving for this long starts a new series of failures."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One known worker. `beat` is None until it has been heard."""
+
+    record: WorkerRecord
+    role: Role
+    slot: int
+    beat: Beat | None = None
+    ready_s: float | None = None
+
+    def view(self, now_s: float) -> WorkerView:
+        """As gateways and operators see it; the record's state overrules the worker's own."""
+        record = self.record
+        detail = record.dead_reason
+        if self.beat is None:
+            return WorkerView(
+                worker_id=record.worker_id,
+                incarnation=Incarnation(""),
+                pool=record.pool,
+                role=self.role,
+                state=record.state,
+                address="",
+                pid=0,
+                fingerprint=b"",
+                ranks=(),
+                max_transfer_tokens=0,
+                transports=(),
+                detail=detail,
+            )
+        age_s = now_s - (record.heartbeat_s if record.heartbeat_s is not None else record.created_s)
+        return replace(
+            self.beat.view,
+            role=self.role,
+            state=record.state,
+            heartbeat_age_s=max(0.0, age_s),
+            detail=detail or self.beat.view.detail,
+        )
+
+
+class Fleet:
+    """Every worker that is not known to be gone."""
+
+    def __init__(self) -> None:
+        self.members: dict[WorkerId, Member] = {}
+        self.backoff: dict[str, Backoff] = {}
+        self._gone: set[WorkerId] = set()
+        self.epoch = secrets.token_hex(4)
+        """Names this table's life: versions rise within it and mean nothing in another."""
+        self.version = 0
+        self._last_change = 0
+        self._changed = asyncio.Event()
+
+    async def newer(self, epoch: str, version: int, timeout_s: float) -> None:
+        """Returns at once when the membership has changed since `version` of `epoch`, else on its next change, at the
+        latest after `timeout_s`. Loads alone, which come with every heartbeat, raise the version but wake nobody."""
+        if epoch == self.epoch and version >= self._last_change:
+            await self.next_change(timeout_s)
+
+    async def next_change(self, timeout_s: float) -> None:
+        """Returns on the next change of the membership, at the latest after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _bump(self) -> None:
+        self.version += 1
+        self._last_change = self.version
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def created(self, worker_id: WorkerId, pool: str, role: Role, slot: int, now_s: float) -> None:
+        """An actor with this id exists or is being made. Idempotent."""
+        if worker_id in self.members or worker_id in self._gone:
+            return
+        record = WorkerRecord(worker_id=worker_id, pool=pool, state=WorkerState.STARTING, created_s=now_s)
+        self.members[worker_id] = Member(record=record, role=role, slot=slot)
+        self._bump()
+
+    def heard(self, beat: Beat, now_s: float) -> bool:
+        """A heartbeat arrived. False: this worker was given up and must end itself."""
+        worker_id = beat.view.worker_id
+        if worker_id in self._gone:
+            return False
+        if worker_id not in self.members:
+            # A coordinator that restarted learns its workers from their heartbeats.
+            self.created(worker_id, beat.view.pool, beat.view.role, beat.slot, now_s)
+        member = self.members[worker_id]
+        old, record = member.view(now_s), member.record
+        state = record.state
+        if state is WorkerState.DEAD:
+            return False
+        if state is WorkerState.STARTING and beat.view.state is WorkerState.READY:
+            state = WorkerState.READY
+            member.ready_s = now_s
+            log.info("worker %s is ready, incarnation %s", worker_id, beat.view.incarnation)
+        busy = beat.view.running + beat.view.waiting + beat.view.leases > 0
+        drain_since_s = record.drain_since_s
+        if beat.refusing and drain_since_s is None:
+            drain_since_s = now_s
+            if record.draining_until_s is None:
+                record = replace(record, draining_until_s=now_s)
+            state = WorkerState.DRAINING
+        idle_since_s = None
+        if drain_since_s is not None and not busy:
+            idle_since_s = record.idle_since_s if record.idle_since_s is not None else now_s
+        member.beat = beat
+        member.slot = beat.slot
+        member.record = replace(record, state=state, heartbeat_s=now_s, drain_since_s=drain_since_s, idle_since_s=idle_since_s)
+        new = member.view(now_s)
+        self.version += 1
+        if _membership(old) != _membership(new):
+            self._bump()
+        return True
+
+    def probed(self, worker_id: WorkerId, answered: bool, now_s: float) -> None:
+        """A data-plane probe ended."""
+        member = self.members.get(worker_id)
+        if member is None:
+            return
+        failed = 0 if answered else member.record.failed_probes + 1
+        if failed:
+            log.warning("worker %s does not answer its data plane (%d in a row)", worker_id, failed)
+        member.record = replace(member.record, probed_s=now_s, failed_probes=failed)
+
+    def drain(self, worker_id: WorkerId, until_s: float) -> None:
+        """A drain is wanted; gateways stop choosing the worker at once. Idempotent, keeps the earlier end."""
+        member = self.members.get(worker_id)
+        if member is None or member.record.state is WorkerState.DEAD:
+            return
+        record = member.record
+        earlier = until_s if record.draining_until_s is None else min(until_s, record.draining_until_s)
+        changed = record.state is not WorkerState.DRAINING
+        member.record = replace(record, state=WorkerState.DRAINING, draining_until_s=earlier)
+        if changed:
+            self._bump()
+
+    def died(self, worker_id: WorkerId, reason: str, now_s: float, *, wanted: bool = False) -> bool:
+        """Its process is known to be gone (or could not be started). True when that is news. `wanted`: we ended it, so it
+        says nothing about the health of its pool; else a short life counts as a failed start."""
+        member = self.members.get(worker_id)
+        if member is None or member.record.state is WorkerState.DEAD:
+            return False
+        pool = member.record.pool
+        if not wanted:
+            lived_s = 0.0 if member.ready_s is None else now_s - member.ready_s
+            before = self.backoff.get(pool, Backoff()) if lived_s < _HEALTHY_LIFE_S else Backoff()
+            self.backoff[pool] = before.failed(now_s)
+        member.record = replace(member.record, state=WorkerState.DEAD, dead_reason=reason)
+        self._bump()
+        return True
+
+    def forget(self, worker_id: WorkerId) -> Member | None:
+        """Nothing of it is left. Late heartbeats under this id are told to end."""
+        self._gone.add(worker_id)
+        member = self.members.pop(worker_id, None)
+        if member is not None:
+            self._bump()
+        return member
+
+    def free_slot(self) -> int:
+        """The smallest number no live worker has."""
+        taken = {m.slot for m in self.members.values()}
+        return next(i for i in range(len(taken) + 1) if i not in taken)
+
+    def views(self, now_s: float) -> tuple[WorkerView, ...]:
+        """All members, in the order they came."""
+        return tuple(member.view(now_s) for member in self.members.values())
+
+    def records(self) -> list[WorkerRecord]:
+        return [member.record for member in self.members.values()]
+
+
+def _membership(view: WorkerView) -> tuple[object, ...]:
+    """What gateways must hear of at once; loads may be a heartbeat old."""
+    return (view.incarnation, view.role, view.state, view.address, view.ranks, view.fingerprint)

@@ -1,0 +1,392 @@
+"""The coordinator: one named, detached Ray actor that Ray restarts. Off the token path: without it, traffic goes on.
+
+Desired state is in `Store`; what is actual is learned from the live worker actors and their heartbeats, so a restart
+reconciles with running workers instead of restarting them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from coordinator.config import Settings
+from coordinator.manifest import RunManifest
+from coordinator.pools import admin
+from coordinator.pools.fleet import Fleet, Member
+from coordinator.pools.process import log_to
+from coordinator.pools.ray_cluster import NAMESPACE
+from coordinator.pools.ray_fleet import create_worker, end_worker, live_workers, wait_death
+from coordinator.pools.reconcile import (
+    Action,
+    Actual,
+    DrainWorker,
+    FenceWorker,
+    ForgetWorker,
+    PoolTarget,
+    ProbeWorker,
+    Rules,
+    StartWorker,
+    StopWorker,
+    check_scale,
+    reconcile,
+)
+from coordinator.pools.reports import Beat, GatewayReport, WorkerSpec
+from coordinator.pools.store import Store
+from coordinator.routing.views import WorkerState, WorkerView
+from protos.errors import Code, SplitpointError
+from protos.ids import WorkerId
+from protos.splitpoint.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+COORDINATOR_NAME = "coordinator"
+GATEWAY_PREFIX = "gateway/"
+_CALL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSpec:
+    """What the coordinator actor is (re)started with. A new `run_id` takes the pools' targets from `settings`; the same one,
+    after a restart, keeps what operators asked for since."""
+
+    run_id: str
+    settings: Settings
+    num_gpus: int
+    manifest: RunManifest
+
+    @property
+    def log_dir(self) -> Path:
+        """One file per actor of this run."""
+        return self.settings.coordinator.state_dir / "runs" / self.run_id
+
+
+def rules_of(settings: Settings) -> Rules:
+    """The reconcile loop's limits from the configuration."""
+    c = settings.coordinator
+    return Rules(
+        heartbeat_interval_s=c.heartbeat_interval_s,
+        heartbeat_limit_s=c.heartbeat_limit_s,
+        probe_interval_s=max(5.0, 2 * c.heartbeat_interval_s),
+        max_failed_probes=c.missed_heartbeats,
+        start_timeout_s=settings.engine.start_timeout_s + 30.0,
+        restart_backoff_s=c.restart_backoff_s,
+        restart_backoff_max_s=c.restart_backoff_max_s,
+    )
+
+
+class CoordinatorActor:
+    """Made by `coordinator.launch` as `COORDINATOR_NAME`. All methods run on the actor's one event loop."""
+
+    def __init__(self, spec: CoordinatorSpec) -> None:
+        from coordinator.pools.ray_worker import WorkerActor
+
+        log_to(spec.log_dir / "coordinator.log", spec.settings.log_format)
+        self._spec = spec
+        self._worker_class = ray.remote(WorkerActor)
+        self._rules = rules_of(spec.settings)
+        self._store = Store(spec.settings.coordinator.state_dir / "state.sqlite3")
+        targets = [PoolTarget(name=n, role=p.role, replicas=p.replicas) for n, p in spec.settings.pools.items()]
+        self._store.begin_run(spec.run_id, targets)
+        self._fleet = Fleet()
+        self._handles: dict[WorkerId, ActorHandle] = {}
+        self._busy: dict[WorkerId, asyncio.Task[None]] = {}
+        self._watches: dict[WorkerId, asyncio.Task[None]] = {}
+        self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
+        self._gateways: dict[str, GatewayReport] = {}
+        self._ending = False
+        self._wake = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._loop_task = asyncio.get_running_loop().create_task(self._run())
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        await self._adopt()
+        self._ready.set()
+        while True:
+            self._wake.clear()
+            now_s = time.monotonic()
+            actual = Actual(workers=self._fleet.records(), backoff=self._fleet.backoff)
+            targets = [] if self._ending else self._store.targets()
+            for action in reconcile(targets, actual, now_s, self._rules):
+                self._carry_out(action, now_s)
+            self._spawn_gateways()
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._rules.heartbeat_interval_s)
+            except TimeoutError:
+                continue
+
+    async def _adopt(self) -> None:
+        """After a restart: wait until the live workers have been heard, so that nobody is told of an empty membership."""
+        found = await asyncio.to_thread(live_workers)
+        now_s = time.monotonic()
+        for worker_id, handle in found.items():
+            self._watch(worker_id, handle)
+        wanted = set(found)
+        until_s = now_s + self._rules.heartbeat_limit_s
+        while wanted - set(self._fleet.members) and time.monotonic() < until_s:
+            await self._fleet.next_change(until_s - time.monotonic())
+        for worker_id in wanted - set(self._fleet.members):
+            # Silent ones: alive and loading, stopped, or dead. Their pool is in their id; the rest follows by itself.
+            pool = worker_id.rpartition("-")[0]
+            target = next((t for t in self._store.targets() if t.name == pool), None)
+            if target is not None:
+                self._fleet.created(worker_id, pool, target.role, self._fleet.free_slot(), now_s)
+        for worker_id, left_s in self._store.draining().items():
+            self._fleet.drain(worker_id, time.monotonic() + max(0.0, left_s))
+        if found:
+            log.info("restarted; %d of %d workers answered", len(self._fleet.members), len(found))
+
+    def _carry_out(self, action: Action, now_s: float) -> None:
+        if isinstance(action, StartWorker):
+            self._start(action.pool, now_s)
+            return
+        if action.worker_id in self._busy:
+            return
+        match action:
+            case ProbeWorker(worker_id):
+                work = self._probe(worker_id)
+            case DrainWorker(worker_id, reason):
+                self._begin_drain(worker_id, self._spec.settings.coordinator.drain_timeout_s, reason)
+                work = self._tell_drain(worker_id)
+            case StopWorker(worker_id, reason, timed_out):
+                if timed_out:
+                    log.warning("worker %s: %s; what it still holds is ended", worker_id, reason)
+                work = self._stop(worker_id, reason)
+            case FenceWorker(worker_id, reason):
+                log.error("fencing worker %s: %s", worker_id, reason)
+                work = self._end(worker_id, f"fenced: {reason}", wanted=False)
+            case ForgetWorker(worker_id, reason):
+                work = self._end(worker_id, reason, wanted=False)
+        self._busy[action.worker_id] = asyncio.get_running_loop().create_task(self._guard(action.worker_id, work))
+
+    async def _guard(self, worker_id: WorkerId, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (RayError, TimeoutError, OSError) as error:
+            log.warning("worker %s: %s: %s; the next pass tries again", worker_id, type(error).__name__, error)
+        finally:
+            self._busy.pop(worker_id, None)
+            self._wake.set()
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def _start(self, pool: str, now_s: float) -> None:
+        target = next(t for t in self._store.targets() if t.name == pool)
+        worker_id = self._store.next_worker_id(pool)
+        slot = self._fleet.free_slot()
+        self._fleet.created(worker_id, pool, target.role, slot, now_s)
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            pool=pool,
+            role=target.role,
+            slot=slot,
+            settings=self._spec.settings,
+            log_dir=self._spec.log_dir,
+        )
+        log.info("starting worker %s", worker_id)
+        self._busy[worker_id] = asyncio.get_running_loop().create_task(self._guard(worker_id, self._create(spec)))
+
+    async def _create(self, spec: WorkerSpec) -> None:
+        try:
+            handle = await asyncio.to_thread(create_worker, self._worker_class, spec, self._spec.num_gpus)
+        except (RayError, ValueError) as error:
+            self._fleet.died(spec.worker_id, f"could not be made: {error}", time.monotonic())
+            return
+        self._watch(spec.worker_id, handle)
+
+    def _watch(self, worker_id: WorkerId, handle: ActorHandle) -> None:
+        self._handles[worker_id] = handle
+        self._watches[worker_id] = asyncio.get_running_loop().create_task(self._watch_until_death(worker_id, handle))
+
+    async def _watch_until_death(self, worker_id: WorkerId, handle: ActorHandle) -> None:
+        reason = await wait_death(handle)
+        if self._fleet.died(worker_id, reason, time.monotonic()):
+            log.error("worker %s is dead: %s", worker_id, reason)
+        self._wake.set()
+
+    async def _probe(self, worker_id: WorkerId) -> None:
+        member = self._fleet.members.get(worker_id)
+        if member is None or member.beat is None:
+            answered = False
+        else:
+            answered = await _answers(member.beat.view, self._spec.settings.coordinator.probe_timeout_s)
+        self._fleet.probed(worker_id, answered, time.monotonic())
+
+    def _begin_drain(self, worker_id: WorkerId, timeout_s: float, reason: str) -> None:
+        member = self._fleet.members.get(worker_id)
+        if member is not None and member.record.draining_until_s is None:
+            log.info("draining worker %s: %s", worker_id, reason)
+            self._store.put_draining(worker_id, timeout_s)
+            self._fleet.drain(worker_id, time.monotonic() + timeout_s)
+
+    async def _tell_drain(self, worker_id: WorkerId) -> None:
+        handle = self._handles.get(worker_id)
+        if handle is not None:
+            await asyncio.wait_for(handle.drain.remote(), _CALL_TIMEOUT_S)
+
+    async def _stop(self, worker_id: WorkerId, reason: str) -> None:
+        """Let it end its engine in order, then make sure."""
+        handle = self._handles.get(worker_id)
+        member = self._fleet.members.get(worker_id)
+        if handle is not None and member is not None and member.record.state is not WorkerState.STARTING:
+            try:
+                await asyncio.wait_for(handle.stop.remote(reason), 2 * _CALL_TIMEOUT_S)
+            except (RayError, TimeoutError) as error:
+                log.info("worker %s did not stop by itself (%s)", worker_id, type(error).__name__)
+        await self._end(worker_id, reason, wanted=True)
+
+    async def _end(self, worker_id: WorkerId, reason: str, *, wanted: bool) -> None:
+        member = self._fleet.members.get(worker_id)
+        if member is None:
+            return
+        await end_worker(worker_id, self._handles.get(worker_id), member.beat)
+        self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
+        self._store.forget(worker_id)
+        watch = self._watches.pop(worker_id, None)
+        if watch is not None:
+            watch.cancel()
+        self._handles.pop(worker_id, None)
+        self._finals[worker_id] = admin.worker_status(member.view(time.monotonic()))
+        self._fleet.forget(worker_id)
+        log.info("worker %s is gone: %s", worker_id, reason)
+
+    # -- gateways ------------------------------------------------------------------------------------------------------
+
+    def _spawn_gateways(self) -> None:
+        for index in range(self._spec.settings.coordinator.gateways):
+            key = WorkerId(f"{GATEWAY_PREFIX}{index}")
+            if key not in self._busy and not self._ending:
+                self._busy[key] = asyncio.get_running_loop().create_task(self._ask_gateway(key, index))
+
+    async def _ask_gateway(self, key: WorkerId, index: int) -> None:
+        """Make it if it is not there (Ray restarts it by itself) and hear how it is."""
+        from coordinator.pools.ray_gateway import create_gateway
+
+        try:
+            handle = await asyncio.to_thread(create_gateway, key, index, self._spec.settings)
+            self._gateways[key] = await asyncio.wait_for(handle.report.remote(), 60.0)
+        except (RayError, TimeoutError, ValueError) as error:
+            self._gateways.pop(key, None)
+            log.warning("gateway %s: %s: %s", key, type(error).__name__, error)
+        finally:
+            await asyncio.sleep(self._rules.heartbeat_interval_s)
+            self._busy.pop(key, None)
+
+    # -- called by workers and gateways --------------------------------------------------------------------------------
+
+    async def heartbeat(self, beat: Beat) -> bool:
+        """False: the worker was given up and must end itself."""
+        known = self._fleet.heard(beat, time.monotonic())
+        if known and beat.view.worker_id not in self._handles:
+            for worker_id, handle in (await asyncio.to_thread(live_workers)).items():
+                if worker_id == beat.view.worker_id and worker_id not in self._handles:
+                    self._watch(worker_id, handle)
+        return known
+
+    async def watch_membership(self, epoch: str, version: int, timeout_s: float) -> tuple[str, int, tuple[WorkerView, ...]]:
+        """Long poll: returns at once when the membership has changed since `version` of `epoch`, else after `timeout_s` with
+        the same membership and fresher loads."""
+        await self._ready.wait()
+        await self._fleet.newer(epoch, version, timeout_s)
+        return self._fleet.epoch, self._fleet.version, self._fleet.views(time.monotonic())
+
+    # -- called for operators ------------------------------------------------------------------------------------------
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        await self._ready.wait()
+        views = self._fleet.views(time.monotonic())
+        model = self._spec.settings.engine.served_model_name
+        return admin.status(self._store.targets(), views, list(self._gateways.values()), model)
+
+    async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus:
+        """Raises `SplitpointError`: `NOT_FOUND`, `CONFLICT`."""
+        await self._ready.wait()
+        whole = frozenset(role for tier in self._spec.settings.routing.colocated_roles for role in tier)
+        target = check_scale(self._store.targets(), pool, replicas, current, whole)
+        self._store.put_target(target)
+        log.info("pool %s is to have %d workers", pool, replicas)
+        self._wake.set()
+        return admin.pool_status(target, self._fleet.views(time.monotonic()))
+
+    async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
+        """Returns when the worker is gone. Its pool's target stays, so a replacement follows. `timeout_s` 0: the default.
+
+        Raises:
+            SplitpointError: `NOT_FOUND`.
+        """
+        await self._ready.wait()
+        key = WorkerId(worker_id)
+        if key not in self._fleet.members:
+            known = ", ".join(self._fleet.members) or "none"
+            raise SplitpointError(Code.NOT_FOUND, f"no worker {worker_id!r}; workers: {known}", param="worker_id")
+        self._begin_drain(key, timeout_s or self._spec.settings.coordinator.drain_timeout_s, "asked for")
+        self._wake.set()
+        while key in self._fleet.members:
+            await self._fleet.next_change(1.0)
+        return self._finals[key]
+
+    async def reset_prefix_caches(self) -> int:
+        """Workers that forgot their cached prefixes.
+
+        Raises:
+            SplitpointError: `CONFLICT` when one has blocks in use and kept them.
+        """
+        ready = [w for w, m in self._fleet.members.items() if m.record.state is WorkerState.READY and w in self._handles]
+        done = await asyncio.gather(*(self._handles[w].reset_prefix_cache.remote() for w in ready))
+        kept = [w for w, ok in zip(ready, done, strict=True) if not ok]
+        if kept:
+            raise SplitpointError(Code.CONFLICT, f"blocks are in use on {', '.join(kept)}; nothing was reset there")
+        return len(ready)
+
+    async def manifest(self) -> str:
+        """The run manifest with the facts of the workers that are ready now, as JSON; also written to its file."""
+        ready = [m for m in self._fleet.members.values() if m.record.state is WorkerState.READY]
+        facts = await asyncio.gather(*(self._facts(m) for m in ready))
+        whole = self._spec.manifest.with_workers([f for f in facts if f is not None])
+        await asyncio.to_thread(whole.write, self._spec.settings.coordinator.state_dir)
+        return whole.to_json()
+
+    async def _facts(self, member: Member) -> Any:
+        handle = self._handles.get(member.record.worker_id)
+        return None if handle is None else await asyncio.wait_for(handle.facts.remote(), _CALL_TIMEOUT_S)
+
+    async def shutdown(self, timeout_s: float) -> None:
+        """Drain and stop every worker; start no more. Returns when all are gone, at the latest shortly after `timeout_s`."""
+        self._ending = True
+        for worker_id, member in list(self._fleet.members.items()):
+            if member.record.state is not WorkerState.STARTING:
+                self._begin_drain(worker_id, timeout_s, "shutting down")
+                self._fleet.drain(worker_id, time.monotonic() + timeout_s)
+        self._wake.set()
+        until_s = time.monotonic() + timeout_s + 4 * _CALL_TIMEOUT_S
+        while self._fleet.members and time.monotonic() < until_s:
+            await self._fleet.next_change(1.0)
+
+
+async def _answers(view: WorkerView, timeout_s: float) -> bool:
+    """One round trip on the worker's own server."""
+    async with grpc.aio.insecure_channel(view.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            reply = await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(
+                worker_pb2.DescribeWorkerRequest(), timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            log.info("probe of %s: %s", view.worker_id, error.code().name)
+            return False
+        return bool(reply.incarnation == view.incarnation)
+
+
+def coordinator_handle() -> ActorHandle:
+    """Raises `ValueError` when there is none."""
+    return ray.get_actor(COORDINATOR_NAME, namespace=NAMESPACE)

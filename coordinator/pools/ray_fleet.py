@@ -1,0 +1,116 @@
+"""Worker actors as Ray sees them: make one in its placement group, find the live ones, end one for certain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from coordinator.pools.ray_cluster import NAMESPACE
+from coordinator.pools.ray_nodes import kill_on_node
+from coordinator.pools.reports import Beat, WorkerSpec
+from protos.ids import WorkerId
+
+log = logging.getLogger(__name__)
+
+WORKER_PREFIX = "worker/"
+KILL_TIMEOUT_S = 5.0
+
+
+def actor_name(worker_id: WorkerId) -> str:
+    return f"{WORKER_PREFIX}{worker_id}"
+
+
+def create_worker(actor_class: Any, spec: WorkerSpec, num_gpus: int) -> ActorHandle:
+    """A detached, never restarted actor in a detached placement group of one bundle per rank; both outlive the coordinator.
+
+    With one rank the actor itself takes the bundle's accelerator. With more, vLLM's Ray executor finds the group as the
+    current one and puts its ranks into the bundles; the actor takes none.
+    """
+    rules, engine = spec.settings.coordinator, spec.settings.engine_of(spec.pool)
+    gpus = rules.worker_gpus if rules.worker_gpus is not None else float(min(1, num_gpus))
+    bundle = {"CPU": rules.worker_cpus, **({"GPU": gpus} if gpus else {})}
+    group = ray.util.placement_group(
+        [bundle] * engine.world_size, strategy="PACK", name=actor_name(spec.worker_id), lifetime="detached"
+    )
+    alone = engine.world_size == 1
+    options = {
+        "name": actor_name(spec.worker_id),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "num_cpus": rules.worker_cpus if alone else 0,
+        "num_gpus": gpus if alone else 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        ),
+    }
+    return actor_class.options(**options).remote(spec)
+
+
+def live_workers() -> dict[WorkerId, ActorHandle]:
+    """The worker actors of this namespace that Ray holds alive or pending."""
+    found = {}
+    for name in ray.util.list_named_actors():
+        if name.startswith(WORKER_PREFIX):
+            with contextlib.suppress(ValueError):  # died since it was listed
+                found[WorkerId(name.removeprefix(WORKER_PREFIX))] = ray.get_actor(name, namespace=NAMESPACE)
+    return found
+
+
+async def wait_death(handle: ActorHandle) -> str:
+    """Returns why the actor is gone, once Ray or the actor itself says so. A connection that merely breaks is retried."""
+    while True:
+        try:
+            return await handle.wait_ended.remote()
+        except ActorDiedError as error:
+            return _reason(error)
+        except RayError as error:
+            log.info("watching a worker: %s; trying again", type(error).__name__)
+            await asyncio.sleep(0.2)
+
+
+async def end_worker(worker_id: WorkerId, handle: ActorHandle | None, beat: Beat | None) -> None:
+    """Kill the worker's processes on its node, confirm the deaths, then free its actor name and its placement group.
+
+    Killing by pid comes first because a stopped process hears nothing that Ray sends it. Idempotent.
+
+    Raises:
+        TimeoutError: a process is still there; try again.
+    """
+    if beat is not None:
+        left = await kill_on_node(beat.node_id, beat.processes, KILL_TIMEOUT_S)
+        if left:
+            raise TimeoutError(f"pids {left} of worker {worker_id} are still there {KILL_TIMEOUT_S:g} s after SIGKILL")
+    await asyncio.to_thread(_free, worker_id, handle)
+
+
+def _free(worker_id: WorkerId, handle: ActorHandle | None) -> None:
+    if handle is not None:
+        ray.kill(handle, no_restart=True)
+    group = _group(worker_id)
+    if group is not None:
+        ray.util.remove_placement_group(group)
+
+
+def _group(worker_id: WorkerId) -> PlacementGroup | None:
+    try:
+        return ray.util.get_placement_group(actor_name(worker_id))
+    except ValueError:
+        return None
+
+
+def _reason(error: ActorDiedError) -> str:
+    text = str(error)
+    for line in text.splitlines():
+        if "exit detail" in line or "The actor died because" in line or "OOM" in line:
+            return f"its process died: {line.strip()[:200]}"
+    return "its process died"

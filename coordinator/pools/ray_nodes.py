@@ -1,0 +1,67 @@
+"""Killing processes by pid on the node they run on, through Ray, and confirming that they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Sequence
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from coordinator.pools.reports import ProcessRef
+
+log = logging.getLogger(__name__)
+
+
+def process_tree() -> tuple[ProcessRef, ...]:
+    """This process and everything it started, this one first."""
+    me = psutil.Process()
+    refs = []
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            refs.append(ProcessRef(process.pid, process.create_time()))
+    return tuple(refs)
+
+
+def kill_here(refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
+    """SIGKILL each process (and its children) on this machine; wait for the deaths. Returns pids still there afterwards.
+
+    A zombie counts as dead: it runs nothing and its memory is gone.
+    """
+    doomed: dict[int, psutil.Process] = {}
+    for ref in refs:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(ref.pid)
+            # Creation times come from the boot clock with a resolution of 10 ms.
+            if abs(process.create_time() - ref.started_s) < 0.05:
+                for child in process.children(recursive=True):
+                    doomed[child.pid] = child
+                doomed[process.pid] = process
+    for process in doomed.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(list(doomed.values()), timeout=timeout_s)
+    return [p.pid for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+async def kill_on_node(node_id: str, refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
+    """`kill_here` on the node of `node_id`. A node that Ray knows to be dead has nothing left to kill.
+
+    Raises:
+        TimeoutError: the node did not answer: the death is not confirmed.
+    """
+    if not refs:
+        return []
+    if node_id == ray.get_runtime_context().get_node_id():
+        return await asyncio.to_thread(kill_here, refs, timeout_s)
+    nodes = await asyncio.to_thread(ray.nodes)
+    if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
+        log.warning("node %s is dead, so are its processes %s", node_id, [ref.pid for ref in refs])
+        return []
+    strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    task = ray.remote(kill_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    return await asyncio.wait_for(task.remote(list(refs), timeout_s), timeout_s + 5.0)

@@ -1,0 +1,70 @@
+"""The worker actor: a Ray shell around `WorkerProcess`. Never restarted: a dead worker is replaced under a new id."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import ray
+from ray.exceptions import RayError
+
+from coordinator.pools.process import log_to, use_cores
+from coordinator.pools.ray_cluster import NAMESPACE
+from coordinator.pools.ray_nodes import process_tree
+from coordinator.pools.reports import Beat, WorkerFacts, WorkerSpec
+from coordinator.pools.worker_process import Host, WorkerProcess
+
+_PUSH_TIMEOUT_S = 3.0
+_COORDINATOR = "coordinator"
+
+
+class WorkerActor:
+    """Starts its engine by itself; every method is quick or waits for an end."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        settings = spec.settings
+        log_to(spec.log_dir / f"{spec.worker_id}.log", settings.log_format)
+        if not ray.get_gpu_ids():
+            use_cores(spec.slot, settings.engine_of(spec.pool).omp_threads, pin=settings.coordinator.pin_cpus)
+        context = ray.get_runtime_context()
+        host = Host(node_id=context.get_node_id(), node_ip=node_ip(context.get_node_id()), push=_push, processes=process_tree)
+        self._process = WorkerProcess(spec, host)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._process.run()
+            await self._process.last_words()
+        finally:
+            # Nothing of this process may outlive its engine. Children that ignore it are killed by the coordinator.
+            os._exit(1)
+
+    async def wait_ended(self) -> str:
+        """Why the worker ended, once it has."""
+        return await self._process.wait_ended()
+
+    async def drain(self) -> None:
+        self._process.drain()
+
+    async def stop(self, reason: str) -> None:
+        """Returns when the engine has stopped; the process exits soon after."""
+        await self._process.stop(reason)
+
+    async def reset_prefix_cache(self) -> bool:
+        return await self._process.reset_prefix_cache()
+
+    async def facts(self) -> WorkerFacts:
+        return self._process.facts()
+
+
+async def _push(beat: Beat) -> bool:
+    try:
+        coordinator = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
+        return bool(await asyncio.wait_for(coordinator.heartbeat.remote(beat), _PUSH_TIMEOUT_S))
+    except (RayError, ValueError, TimeoutError) as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+
+def node_ip(node_id: str) -> str:
+    """This node's address as the cluster knows it. An address guessed from routes may be one that peers cannot reach."""
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)

@@ -1,0 +1,69 @@
+"""What worker and gateway actors tell the coordinator. Plain values, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.config import Settings
+from coordinator.routing.views import Role, WorkerView
+from protos.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRef:
+    """One process of a node, safe against reused pids. `started_s` is psutil's creation time."""
+
+    pid: int
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What a worker actor is started with. `slot` numbers the live workers from 0, for pinning CPU engines to cores."""
+
+    worker_id: WorkerId
+    pool: str
+    role: Role
+    slot: int
+    settings: Settings
+    log_dir: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """One heartbeat. `view.state` is STARTING until the engine serves; `refusing` confirms a drain. `processes` are the
+    actor and everything it started, for fencing."""
+
+    view: WorkerView
+    slot: int
+    node_id: str
+    processes: tuple[ProcessRef, ...]
+    refusing: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What the run manifest records of one worker."""
+
+    worker_id: str
+    incarnation: str
+    pool: str
+    start_arguments: dict[str, Any]
+    versions: dict[str, str]
+    transports: dict[str, Any]
+    hardware: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayReport:
+    """One gateway as it serves now. `membership_age_s` is how old its worker views are."""
+
+    gateway_id: str
+    http_address: str
+    grpc_address: str
+    admin_address: str
+    in_flight: int
+    membership_age_s: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)

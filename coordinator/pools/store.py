@@ -1,0 +1,91 @@
+"""Desired state on the head's disk: pool targets, draining workers, the next worker number. SQLite, one small file.
+
+Survives the coordinator actor; what is *actual* is never stored, it is asked of the live workers.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.pools.reconcile import PoolTarget
+from coordinator.routing.views import Role
+from protos.ids import WorkerId
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS pool (name TEXT PRIMARY KEY, role TEXT NOT NULL, replicas INTEGER NOT NULL CHECK (replicas >= 0));
+CREATE TABLE IF NOT EXISTS draining (worker_id TEXT PRIMARY KEY, until_unix_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS run (only INTEGER PRIMARY KEY CHECK (only = 0), run_id TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS counter (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+"""
+
+
+class Store:
+    """One connection, used from one thread. Every call is one transaction and is on disk when it returns.
+
+    Raises:
+        sqlite3.Error: the disk or the file is broken; callers let it end the coordinator, whose restart retries.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+
+    def begin_run(self, run_id: str, targets: Sequence[PoolTarget]) -> bool:
+        """A new run takes `targets` and forgets the former run's drains; the same run, after a restart of the coordinator,
+        keeps what operators have asked for since. True for a new run."""
+        row = self._db.execute("SELECT run_id FROM run").fetchone()
+        if row is not None and row[0] == run_id:
+            return False
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (run_id,))
+        self._db.execute("DELETE FROM pool")
+        self._db.execute("DELETE FROM draining")
+        self._db.executemany("INSERT INTO pool VALUES (?, ?, ?)", [(t.name, t.role.value, t.replicas) for t in targets])
+        self._db.execute("COMMIT")
+        return True
+
+    def targets(self) -> list[PoolTarget]:
+        """In the order they were first put."""
+        rows = self._db.execute("SELECT name, role, replicas FROM pool ORDER BY rowid")
+        return [PoolTarget(name=name, role=Role(role), replicas=replicas) for name, role, replicas in rows]
+
+    def put_target(self, target: PoolTarget) -> None:
+        self._db.execute(
+            "INSERT INTO pool VALUES (?, ?, ?)"
+            " ON CONFLICT (name) DO UPDATE SET role = excluded.role, replicas = excluded.replicas",
+            (target.name, target.role.value, target.replicas),
+        )
+
+    def draining(self) -> dict[WorkerId, float]:
+        """Seconds left of each drain; negative when its time is over. Kept as wall-clock time: it must survive a restart."""
+        now = time.time()
+        return {WorkerId(worker): until - now for worker, until in self._db.execute("SELECT * FROM draining")}
+
+    def put_draining(self, worker_id: WorkerId, timeout_s: float) -> None:
+        """Keeps the earlier end when the worker is draining already."""
+        self._db.execute(
+            "INSERT INTO draining VALUES (?, ?)"
+            " ON CONFLICT (worker_id) DO UPDATE SET until_unix_s = min(until_unix_s, excluded.until_unix_s)",
+            (worker_id, time.time() + timeout_s),
+        )
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The worker is gone. Idempotent."""
+        self._db.execute("DELETE FROM draining WHERE worker_id = ?", (worker_id,))
+
+    def next_worker_id(self, pool: str) -> WorkerId:
+        """Never given twice, also after a restart."""
+        row = self._db.execute(
+            "INSERT INTO counter VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET value = value + 1 RETURNING value",
+            (f"worker/{pool}",),
+        ).fetchone()
+        return WorkerId(f"{pool}-{row[0]}")
+
+    def close(self) -> None:
+        self._db.close()

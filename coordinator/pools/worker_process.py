@@ -1,0 +1,310 @@
+"""One worker's life inside its actor: engine, server, heartbeats, end. No Ray: the actor is a shell around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.manifest import gpus, hardware, versions
+from coordinator.pools.reports import Beat, ProcessRef, WorkerFacts, WorkerSpec
+from coordinator.routing.views import RankView, WorkerState, WorkerView
+from engine.config import EngineSettings, KvEngineConfig
+from engine.protocol import Engine, EngineDeadError
+from engine.worker.server import WorkerIdentity, WorkerServer
+from protos.errors import SplitpointError
+from protos.ids import new_incarnation
+
+log = logging.getLogger(__name__)
+
+_STATUS_TIMEOUT_S = 2.0
+_TREE_EVERY_S = 5.0
+_LAST_WORDS_S = 5.0
+"""How long an ended worker waits for somebody to hear why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the shell knows of the node. `push` sends a heartbeat; False tells the worker to end. It may raise
+    `ConnectionError` when the coordinator is away: the worker goes on serving."""
+
+    node_id: str
+    node_ip: str
+    push: Callable[[Beat], Awaitable[bool]]
+    processes: Callable[[], tuple[ProcessRef, ...]]
+
+
+class WorkerProcess:
+    """Make one, await `run()`; it returns why the worker ended. Everything belongs to one event loop."""
+
+    def __init__(self, spec: WorkerSpec, host: Host) -> None:
+        self.spec = spec
+        self.incarnation = new_incarnation()
+        self._host = host
+        self._settings = spec.settings
+        self._engine_settings = spec.settings.engine_of(spec.pool)
+        self._token = secrets.token_hex(16)
+        self._refs = host.processes()
+        self._refs_s = time.monotonic()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._heard = asyncio.Event()
+        self._stop_reason: str | None = None
+        self._stopping = asyncio.Event()
+        self._beat_now = asyncio.Event()
+        self._missed = 0
+        self.server = self._make_server()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> str:
+        """Start, serve and beat until told to stop, given up by the coordinator, or the engine dies. Returns why."""
+        try:
+            await self._push(WorkerState.STARTING)
+            await asyncio.wait_for(self.server.start(), self._engine_settings.start_timeout_s)
+            reason = await self._serve()
+        except TimeoutError as error:
+            limit = f"engine.start_timeout_s is {self._engine_settings.start_timeout_s:g}"
+            reason = f"did not start: {error or 'timed out'} ({limit})"
+        except (EngineDeadError, ValueError, RuntimeError, OSError, ImportError, SplitpointError) as error:
+            log.error("worker %s fails: %s", self.spec.worker_id, traceback.format_exc())
+            reason = f"did not start: {type(error).__name__}: {error}"
+        finally:
+            await self._shut()
+        log.info("worker %s ends: %s", self.spec.worker_id, reason)
+        self._ended.set_result(reason)
+        return reason
+
+    async def wait_ended(self) -> str:
+        """Why the worker ended, once it has."""
+        reason = await asyncio.shield(self._ended)
+        self._heard.set()
+        return reason
+
+    async def last_words(self) -> None:
+        """After `run`: give `wait_ended` callers a moment before the process exits."""
+        try:
+            await asyncio.wait_for(self._heard.wait(), _LAST_WORDS_S)
+        except TimeoutError:
+            log.warning("nobody heard why worker %s ended", self.spec.worker_id)
+
+    async def stop(self, reason: str) -> None:
+        """End in order; returns when the engine has stopped."""
+        self._stop_reason = self._stop_reason or reason
+        self._stopping.set()
+        self._beat_now.set()
+        await asyncio.shield(self._ended)
+
+    def drain(self) -> None:
+        """Refuse new legs from now on; heartbeats confirm it and say when nothing is left. Idempotent."""
+        self.server.begin_drain()
+        self._beat_now.set()
+
+    async def reset_prefix_cache(self) -> bool:
+        """False when blocks are in use and nothing was reset."""
+        return self.server.engine is not None and await self.server.engine.reset_prefix_cache()
+
+    def facts(self) -> WorkerFacts:
+        """For the run manifest; only a worker that serves has them."""
+        info, facts = self.server.info, self.server.facts
+        return WorkerFacts(
+            worker_id=self.spec.worker_id,
+            incarnation=self.incarnation,
+            pool=self.spec.pool,
+            start_arguments=dict(info.start_arguments) if info is not None else {},
+            versions=versions(),
+            transports={
+                "configured": list(self._settings.kvtransfer.transports),
+                "usable": list(facts.transports) if facts is not None else [],
+                "ucx": _ucx_transports(),
+            },
+            hardware={**hardware(), "gpus": gpus()},
+        )
+
+    # -- heartbeats ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> str:
+        interval_s = self._settings.coordinator.heartbeat_interval_s
+        while True:
+            self._beat_now.clear()
+            if not await self._push(WorkerState.READY):
+                return "the coordinator gave this worker up"
+            if self._stopping.is_set():
+                return self._stop_reason or "stopped"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._beat_now.wait(), interval_s)
+            dead = await self._engine_death()
+            if dead is not None:
+                return f"its engine died: {dead}"
+
+    async def _engine_death(self) -> Exception | None:
+        if self.server.engine_death is not None:
+            return self.server.engine_death
+        assert self.server.engine is not None
+        try:
+            await asyncio.wait_for(self.server.engine.check_health(), _STATUS_TIMEOUT_S)
+        except EngineDeadError as error:
+            return error
+        except TimeoutError:
+            log.warning("worker %s: the engine's health check takes over %g s", self.spec.worker_id, _STATUS_TIMEOUT_S)
+        return None
+
+    async def _push(self, state: WorkerState) -> bool:
+        beat = await self._beat(state)
+        try:
+            go_on = await self._host.push(beat)
+        except ConnectionError as error:
+            self._missed += 1
+            if self._missed in (1, 10) or self._missed % 100 == 0:
+                log.warning("heartbeat %d in a row did not reach the coordinator: %s", self._missed, error)
+            return True
+        self._missed = 0
+        return go_on
+
+    async def _beat(self, state: WorkerState) -> Beat:
+        now_s = time.monotonic()
+        if now_s - self._refs_s > _TREE_EVERY_S or (state is WorkerState.READY and len(self._refs) == 1):
+            self._refs, self._refs_s = await asyncio.to_thread(self._host.processes), now_s
+        return Beat(
+            view=await self._view(state),
+            slot=self.spec.slot,
+            node_id=self._host.node_id,
+            processes=self._refs,
+            refusing=self.server.draining,
+        )
+
+    async def _view(self, state: WorkerState) -> WorkerView:
+        server, facts, detail = self.server, self.server.facts, ""
+        running = waiting = leases = 0
+        kv_usage = 0.0
+        if state is WorkerState.READY and server.engine is not None:
+            load = server.engine.load()
+            running, kv_usage = load.running, load.kv_usage
+            # Legs that wait outside the engine, for staging or for KV, are work too.
+            waiting = max(load.waiting, len(server.attempts) - running)
+            try:
+                ranks = await server.rank_status(_STATUS_TIMEOUT_S)
+                leases = max((r.leases + r.sessions for r in ranks), default=0)
+            except (TimeoutError, SplitpointError) as error:
+                detail = f"a rank does not answer: {error or 'timed out'}"
+                log.warning("worker %s: %s", self.spec.worker_id, detail)
+            leases = max(leases, server.open_transfers())
+        return WorkerView(
+            worker_id=self.spec.worker_id,
+            incarnation=self.incarnation,
+            pool=self.spec.pool,
+            role=self.spec.role,
+            state=state,
+            address=server.address,
+            pid=self._refs[0].pid,
+            fingerprint=facts.fingerprint if facts is not None else b"",
+            ranks=tuple(
+                RankView(rank=e.rank, address=e.address, host_id=e.host_id, ucx_worker_address=e.ucx_worker_address)
+                for e in facts.endpoints
+            )
+            if facts is not None
+            else (),
+            max_transfer_tokens=facts.max_transfer_tokens if facts is not None else 0,
+            transports=facts.transports if facts is not None else (),
+            running=running,
+            waiting=waiting,
+            leases=leases,
+            kv_usage=kv_usage,
+            detail=detail,
+        )
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _make_server(self) -> WorkerServer:
+        import decode.service
+        import prefill.service
+        from engine.worker.legs import LegHandlers
+        from kvtransfer.control import RankControl
+
+        settings = self._settings
+        host = self._host.node_ip
+        worker_settings = _on_host(settings.worker, host)
+        return WorkerServer(
+            engine=lambda address: make_engine(self._engine_settings, self._kv_config(address)),
+            identity=WorkerIdentity(
+                worker_id=self.spec.worker_id,
+                incarnation=self.incarnation,
+                model=settings.engine.served_model_name,
+                control_token=self._token,
+            ),
+            handlers=lambda context: LegHandlers.join(
+                prefill.service.handlers(context, settings.prefill), decode.service.handlers(context, settings.decode)
+            ),
+            settings=worker_settings,
+            rank_control=RankControl,
+        )
+
+    def _kv_config(self, register_address: str) -> KvEngineConfig:
+        model_hash, tokenizer_hash = checkpoint_hashes(self._engine_settings)
+        return KvEngineConfig(
+            settings=_on_host(self._settings.kvtransfer, self._host.node_ip),
+            incarnation=self.incarnation,
+            control_token=self._token,
+            register_address=register_address,
+            model_hash=model_hash,
+            tokenizer_hash=tokenizer_hash,
+        )
+
+    async def _shut(self) -> None:
+        try:
+            await asyncio.wait_for(self.server.stop(), 3 * _LAST_WORDS_S)
+        except (TimeoutError, RuntimeError, OSError, EngineDeadError) as error:
+            # The process exits next, and the coordinator kills what is left of its children.
+            log.error("worker %s did not stop in order: %s: %s", self.spec.worker_id, type(error).__name__, error)
+
+
+def make_engine(settings: EngineSettings, kv: KvEngineConfig | None) -> Engine:
+    """The engine that the settings name; its libraries are loaded here."""
+    if settings.kind == "simulated":
+        from engine.simulated import SimulatedEngine
+
+        return SimulatedEngine(settings, kv=kv)
+    from engine.vllm import VllmEngine
+
+    return VllmEngine(settings, kv=kv)
+
+
+def checkpoint_hashes(settings: EngineSettings) -> tuple[str, str]:
+    """What must be equal on both sides of a transfer: the weights and the tokenizer of this node's checkpoint."""
+    path = settings.model_path
+    tokenizer = path / "tokenizer.json"
+    tokenizer_hash = _sha256([tokenizer]) if tokenizer.is_file() else ""
+    if settings.kind == "simulated":
+        return f"simulated seed {settings.seed}", tokenizer_hash
+    if settings.load_format == "dummy":
+        return f"dummy {_sha256([path / 'config.json'])} seed {settings.seed}", tokenizer_hash
+    return _sha256([path / "config.json", *sorted(path.glob("*.safetensors"))]), tokenizer_hash
+
+
+def _sha256(files: Sequence[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
+
+
+def _on_host(settings: Any, node_ip: str) -> Any:
+    """`advertise_host = "auto"` becomes this node's address in the cluster, and then the server binds it too."""
+    if settings.advertise_host != "auto":
+        return settings
+    return settings.model_copy(update={"advertise_host": node_ip, "bind_host": node_ip})
+
+
+def _ucx_transports() -> dict[str, Any]:
+    """What UCX is told by its environment; the ranks print what they really use."""
+    import os
+
+    return {key: value for key, value in os.environ.items() if key.startswith("UCX_")}

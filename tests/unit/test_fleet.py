@@ -1,0 +1,141 @@
+"""The coordinator's table of workers: what heartbeats, probes and deaths make of it, and whom a change wakes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.pools.fleet import Fleet
+from coordinator.pools.reports import Beat, ProcessRef
+from coordinator.routing.views import Role, WorkerState, WorkerView
+from protos.ids import Incarnation, WorkerId
+
+D1 = WorkerId("decode-1")
+
+
+def beat(state: WorkerState = WorkerState.READY, *, refusing: bool = False, slot: int = 0, **view: object) -> Beat:
+    values: dict[str, object] = {
+        "worker_id": D1, "incarnation": Incarnation("aa"), "pool": "decode", "role": Role.DECODE, "state": state,
+        "address": "127.0.0.1:1", "pid": 7, "fingerprint": b"f", "ranks": (), "max_transfer_tokens": 9, "transports": ("grpc",),
+    }  # fmt: skip
+    return Beat(
+        view=WorkerView(**{**values, **view}),  # type: ignore[arg-type]
+        slot=slot, node_id="n", processes=(ProcessRef(7, 1.0),), refusing=refusing,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+async def test_a_worker_is_ready_with_its_first_ready_heartbeat(fleet: Fleet) -> None:
+    fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
+    assert fleet.heard(beat(WorkerState.STARTING), 1.0)
+    assert fleet.views(1.0)[0].state is WorkerState.STARTING
+    assert fleet.heard(beat(), 2.0)
+    view = fleet.views(5.0)[0]
+    assert (view.state, view.heartbeat_age_s, view.address) == (WorkerState.READY, 3.0, "127.0.0.1:1")
+
+
+async def test_an_unknown_worker_is_learned_from_its_heartbeat(fleet: Fleet) -> None:
+    assert fleet.heard(beat(slot=3), 1.0)
+    assert fleet.members[D1].record.state is WorkerState.READY
+    assert fleet.members[D1].slot == 3
+
+
+async def test_a_dead_or_forgotten_worker_that_still_beats_is_told_to_end(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    assert fleet.died(D1, "killed", 2.0)
+    assert not fleet.died(D1, "again", 2.0)
+    assert not fleet.heard(beat(), 3.0)
+    fleet.forget(D1)
+    assert not fleet.heard(beat(), 4.0)
+    assert fleet.views(4.0) == ()
+
+
+async def test_loads_raise_the_version_without_waking_anybody(fleet: Fleet) -> None:
+    fleet.heard(beat(running=0), 1.0)
+    version = fleet.version
+    watcher = asyncio.create_task(fleet.newer(fleet.epoch, version, 30.0))
+    await asyncio.sleep(0)
+    fleet.heard(beat(running=5), 2.0)
+    await asyncio.sleep(0)
+    assert not watcher.done()
+    assert fleet.version > version
+    fleet.died(D1, "killed", 3.0)
+    await asyncio.wait_for(watcher, 1.0)
+
+
+async def test_a_watcher_of_another_epoch_or_an_older_change_is_answered_at_once(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    await asyncio.wait_for(fleet.newer("other", fleet.version, 30.0), 1.0)
+    await asyncio.wait_for(fleet.newer(fleet.epoch, 0, 30.0), 1.0)
+
+
+async def test_a_drain_hides_the_worker_at_once_and_counts_idleness_only_after_it_is_confirmed(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    fleet.drain(D1, 60.0)
+    assert fleet.views(1.0)[0].state is WorkerState.DRAINING
+    fleet.heard(beat(), 2.0)
+    record = fleet.members[D1].record
+    assert (record.state, record.drain_since_s, record.idle_since_s) == (WorkerState.DRAINING, None, None)
+    fleet.heard(beat(refusing=True, leases=1), 3.0)
+    assert fleet.members[D1].record.idle_since_s is None
+    fleet.heard(beat(refusing=True), 4.0)
+    fleet.heard(beat(refusing=True), 5.0)
+    assert fleet.members[D1].record.idle_since_s == 4.0
+    fleet.heard(beat(refusing=True, waiting=1), 6.0)
+    assert fleet.members[D1].record.idle_since_s is None
+
+
+async def test_a_drain_keeps_the_earlier_end(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    fleet.drain(D1, 60.0)
+    fleet.drain(D1, 600.0)
+    assert fleet.members[D1].record.draining_until_s == 60.0
+
+
+async def test_a_restarted_coordinator_takes_a_refusing_worker_as_draining(fleet: Fleet) -> None:
+    fleet.heard(beat(refusing=True), 1.0)
+    assert fleet.members[D1].record.state is WorkerState.DRAINING
+
+
+async def test_probes_count_failures_in_a_row(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    fleet.probed(D1, False, 2.0)
+    fleet.probed(D1, False, 3.0)
+    assert fleet.members[D1].record.failed_probes == 2
+    fleet.probed(D1, True, 4.0)
+    assert fleet.members[D1].record.failed_probes == 0
+    fleet.probed(WorkerId("gone"), False, 4.0)
+
+
+async def test_only_short_lives_make_a_crash_loop(fleet: Fleet) -> None:
+    fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
+    fleet.died(D1, "no memory", 5.0)
+    fleet.forget(D1)
+    assert fleet.backoff["decode"].failures == 1
+    second = WorkerId("decode-2")
+    fleet.heard(beat(worker_id=second), 10.0)
+    fleet.died(second, "killed", 12.0)
+    assert fleet.backoff["decode"].failures == 2
+    third = WorkerId("decode-3")
+    fleet.heard(beat(worker_id=third), 20.0)
+    fleet.died(third, "killed", 20.0 + 3600.0)
+    assert fleet.backoff["decode"].failures == 1
+
+
+async def test_an_end_that_was_wanted_is_no_failure(fleet: Fleet) -> None:
+    fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
+    fleet.died(D1, "scaled down", 5.0, wanted=True)
+    assert fleet.backoff == {}
+
+
+async def test_slots_are_the_smallest_free_numbers(fleet: Fleet) -> None:
+    for slot, name in enumerate(("decode-1", "decode-2", "decode-3")):
+        assert fleet.free_slot() == slot
+        fleet.created(WorkerId(name), "decode", Role.DECODE, slot, 0.0)
+    fleet.forget(WorkerId("decode-2"))
+    assert fleet.free_slot() == 1
