@@ -86,6 +86,7 @@ class DecodeService:
                     token_hash=leg.token_hash,
                     transport=leg.transport,
                     remaining_s=call.remaining_s(),
+                    staging_wait_s=self._settings.staging_wait_s,
                 )
         except SplitpointError as error:
             self._context.metrics.event(f"pull_{error.code}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 from engine.handover import prefill_params
@@ -50,8 +49,9 @@ class PrefillService:
         """Run one `PrefillLeg`.
 
         Raises:
-            SplitpointError: PROMPT_TOO_LONG, INVALID_VALUE, QUEUE_FULL, STAGING_FULL, TRANSFER_REFUSED (the prompt can never fit
-                this worker's staging, or the engine has no KV transfer).
+            SplitpointError: PROMPT_TOO_LONG, INVALID_VALUE, QUEUE_FULL, STAGING_FULL (no room within `staging_wait_s`),
+                TRANSFER_REFUSED (the prompt can never fit this worker's staging, or the engine has no KV transfer).
+            EngineDeadError: the engine is gone.
         """
         prompt = list(leg.prompt_token_ids)
         self._check_prompt(prompt)
@@ -111,20 +111,13 @@ class PrefillService:
             )
         # Before the call: a reservation whose answer is never read must be released too.
         call.defer(partial(self._release_unless_sealed, call, TransferId(grant.transfer_id)))
-        try:
-            async with asyncio.timeout(self._settings.staging_wait_s) as scope:
-                await ranks.reserve(
-                    grant, prompt_tokens=len(prompt), token_hash=token_hash(prompt), remaining_s=call.remaining_s()
-                )
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            self._context.metrics.event("prefill_staging_full")
-            raise SplitpointError(
-                Code.STAGING_FULL,
-                f"no send staging for {facts.transfer_bytes(len(prompt))} bytes within {self._settings.staging_wait_s:g} s",
-                retry_after_s=self._settings.staging_wait_s,
-            ) from None
+        await ranks.reserve(
+            grant,
+            prompt_tokens=len(prompt),
+            token_hash=token_hash(prompt),
+            remaining_s=call.remaining_s(),
+            staging_wait_s=self._settings.staging_wait_s,
+        )
 
     def _seal(self, transfer_id: TransferId, prompt: list[int]) -> kv_transfer_pb2.Seal:
         _, facts = self._context.transfer()

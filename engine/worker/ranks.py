@@ -18,7 +18,13 @@ class RankControl(Protocol):
     """All ranks of one worker (`kvtransfer.control.RankControl`). One rank's failure fails a call and releases the others."""
 
     async def reserve(
-        self, grant: kv_transfer_pb2.TransferGrant, *, prompt_tokens: int, token_hash: bytes, remaining_s: float
+        self,
+        grant: kv_transfer_pb2.TransferGrant,
+        *,
+        prompt_tokens: int,
+        token_hash: bytes,
+        remaining_s: float,
+        staging_wait_s: float | None = None,
     ) -> Sequence[kv_transfer_pb2.ReserveResponse]: ...
 
     async def pull(
@@ -31,6 +37,7 @@ class RankControl(Protocol):
         token_hash: bytes,
         transport: str,
         remaining_s: float,
+        staging_wait_s: float | None = None,
     ) -> Sequence[kv_transfer_pb2.PullResponse]: ...
 
     async def release(self, transfer_id: TransferId, reason: str) -> bool: ...

@@ -1,4 +1,4 @@
-"""Two simulated workers behind their real servers and mux, over loopback: what a gateway sees, and that nothing is left behind."""
+"""Two simulated workers behind their real servers and mux, over loopback: what a gateway sees, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from engine.handover import decode_params, prefill_params
 from engine.sampling import SamplingParams
-from protos.errors import Code
 from tests.support.fabric import Fabric
 from tests.support.workers import (
     Gateway,
     SimWorker,
     colocated_leg,
     decode_leg,
-    failure,
     new_grant,
     prefill_leg,
     prepare_leg,
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 class Pair:
     """A prefill worker, a decode worker and a gateway connected to both."""
 
-    def __init__(self, fabric: Fabric, p: SimWorker, d: SimWorker, to_p: Gateway, to_d: Gateway) -> None:
+    def __init__(self, fabric: Fabric | None, p: SimWorker, d: SimWorker, to_p: Gateway, to_d: Gateway) -> None:
         self.fabric, self.p, self.d, self.to_p, self.to_d = fabric, p, d, to_p, to_d
 
     async def split(self, prompt: list[int], sampling: SamplingParams, *, forward: bool = True) -> tuple[list[int], str]:
@@ -74,14 +73,18 @@ class Pair:
             load = worker.engine.load()
             assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0.0)
             assert worker.server.attempts.busy == 0
-        assert self.fabric.slots() == 0
+            for rank in await worker.server.rank_status(5):
+                assert (rank.send.used_bytes, rank.receive.used_bytes) == (0, 0)
+                assert (rank.send.quarantined_bytes, rank.receive.quarantined_bytes) == (0, 0)
+        if self.fabric is not None:
+            assert self.fabric.slots() == 0
 
 
 @asynccontextmanager
-async def pair_of(**options: object) -> AsyncIterator[Pair]:
-    fabric = Fabric()
-    p = await start_worker(fabric, "p", **options)  # type: ignore[arg-type]
-    d = await start_worker(fabric, "d", **options)  # type: ignore[arg-type]
+async def pair_of(*, wire: bool = False, **options: Any) -> AsyncIterator[Pair]:
+    fabric = None if wire else Fabric()
+    p = await start_worker(fabric, "p", wire=wire, **options)
+    d = await start_worker(fabric, "d", wire=wire, **options)
     try:
         yield Pair(fabric, p, d, await p.gateway(), await d.gateway())
     finally:
@@ -92,8 +95,9 @@ async def pair_of(**options: object) -> AsyncIterator[Pair]:
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 
-async def test_split_equals_colocated_for_many_seeds() -> None:
-    async with pair_of() as pair:
+@pytest.mark.parametrize("wire", [False, True], ids=["memory", "grpc"])
+async def test_split_equals_colocated_for_many_seeds(wire: bool) -> None:
+    async with pair_of(wire=wire) as pair:
         for seed in range(40):
             rng = random.Random(seed)
             prompt = [rng.randrange(3, 997) for _ in range(rng.choice([1, 7, 8, 9, 16, 31, 33, 64, 100]))]

@@ -1,4 +1,4 @@
-"""KV transfer in one process's memory: nodes and rank control with the real contract, no wire, and doors that tests can hold shut."""
+"""KV transfer in one process's memory: nodes and rank control by the real contract, no wire, doors that tests can hold shut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Slot:
 
 
 class Fabric:
-    """All nodes of one test, by address. `gates` hold an operation ("reserve", "pull") shut until set; `reached` says that it waits."""
+    """All nodes of one test, by address. `hold` shuts an operation's door ("reserve", "pull") until `let_go`."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, MemoryNode] = {}
@@ -83,7 +83,8 @@ class MemoryNode:
 
     def register(self, address: str, world_size: int) -> None:
         with grpc.insecure_channel(address) as channel:
-            worker_pb2_grpc.WorkerServiceStub(channel).RegisterRank(
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub.RegisterRank(
                 worker_pb2.RegisterRankRequest(
                     endpoint=self.endpoint,
                     compatibility=self.compat,
@@ -128,6 +129,15 @@ class MemoryNode:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.compat.block_tokens)
 
+    async def take_within(
+        self, wait_s: float | None, pool: dict[bytes, Slot], grant: kv.TransferGrant, tokens: int, token_hash: bytes
+    ) -> Slot:
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self.take(pool, grant, tokens, token_hash)
+        except TimeoutError:
+            raise SplitpointError(Code.STAGING_FULL, "no staging") from None
+
     async def take(self, pool: dict[bytes, Slot], grant: kv.TransferGrant, tokens: int, token_hash: bytes) -> Slot:
         need = self.blocks(tokens)
         while sum(len(s.memory) for s in pool.values()) + need > self.capacity:
@@ -165,11 +175,17 @@ class MemoryControl:
         return [self.fabric.nodes[e.address] for e in self.endpoints if e.address in self.fabric.nodes]
 
     async def reserve(
-        self, grant: kv.TransferGrant, *, prompt_tokens: int, token_hash: bytes, remaining_s: float
+        self,
+        grant: kv.TransferGrant,
+        *,
+        prompt_tokens: int,
+        token_hash: bytes,
+        remaining_s: float,
+        staging_wait_s: float | None = None,
     ) -> list[kv.ReserveResponse]:
         await self.fabric.door("reserve")
         for node in self._nodes():
-            await node.take(node.send, grant, prompt_tokens, token_hash)
+            await node.take_within(staging_wait_s, node.send, grant, prompt_tokens, token_hash)
         return [kv.ReserveResponse(generation=1) for _ in self.endpoints]
 
     async def pull(
@@ -182,16 +198,23 @@ class MemoryControl:
         token_hash: bytes,
         transport: str,
         remaining_s: float,
+        staging_wait_s: float | None = None,
     ) -> list[kv.PullResponse]:
         return [
-            await self._pull_one(node, sender, grant, prompt_tokens, token_hash)
+            await self._pull_one(node, sender, grant, prompt_tokens, token_hash, staging_wait_s)
             for node, sender in zip(self._nodes(), senders, strict=True)
         ]
 
     async def _pull_one(
-        self, node: MemoryNode, sender: kv.RankEndpoint, grant: kv.TransferGrant, tokens: int, token_hash: bytes
+        self,
+        node: MemoryNode,
+        sender: kv.RankEndpoint,
+        grant: kv.TransferGrant,
+        tokens: int,
+        token_hash: bytes,
+        staging_wait_s: float | None,
     ) -> kv.PullResponse:
-        target = await node.take(node.receive, grant, tokens, token_hash)
+        target = await node.take_within(staging_wait_s, node.receive, grant, tokens, token_hash)
         peer = self.fabric.nodes.get(sender.address)
         source = None if peer is None else peer.send.get(grant.transfer_id)
         while peer is not None and source is None and peer.alive:
@@ -211,7 +234,8 @@ class MemoryControl:
         return kv.PullResponse(seal=source.seal, bytes=target.memory.nbytes, seconds=0.001, transport="grpc")
 
     async def release(self, transfer_id: bytes, reason: str) -> bool:
-        return any([node.free(pool, transfer_id) for node in self._nodes() for pool in (node.send, node.receive)])
+        known = [node.free(pool, transfer_id) for node in self._nodes() for pool in (node.send, node.receive)]
+        return any(known)
 
     async def status(self) -> list[kv.GetNodeStatusResponse]:
         return [kv.GetNodeStatusResponse(leases=len(n.send), sessions=len(n.receive)) for n in self._nodes()]

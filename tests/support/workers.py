@@ -22,6 +22,7 @@ from engine.worker.config import WorkerSettings
 from engine.worker.legs import LegHandlers, WorkerContext
 from engine.worker.server import WorkerIdentity, WorkerServer
 from kvtransfer.config import KvTransferSettings
+from kvtransfer.control import RankControl
 from prefill.config import PrefillSettings
 from protos.errors import SplitpointError
 from protos.ids import WorkerId, new_attempt_id, new_capability, new_incarnation, new_transfer_id, token_hash
@@ -114,28 +115,38 @@ async def start_worker(
     fabric: Fabric | None,
     name: str = "w",
     *,
+    wire: bool = False,
     staging_blocks: int = 64,
     engine: EngineSettings | None = None,
     prefill_settings: PrefillSettings | None = None,
     decode_settings: DecodeSettings | None = None,
     worker_settings: WorkerSettings | None = None,
 ) -> SimWorker:
-    """A serving worker; without a fabric its engine has no KV transfer."""
+    """A serving worker. KV goes through `fabric`'s memory, or with `wire` through real nodes over gRPC; with neither its engine
+    has no KV transfer."""
     settings = engine or engine_settings()
     incarnation = new_incarnation()
     clock = StepClock()
 
     def make_engine(address: str) -> Engine:
-        if fabric is None:
+        if fabric is None and not wire:
             return SimulatedEngine(settings, clock=clock)
+        staging_bytes = staging_blocks * settings.simulated.block_bytes
         config = KvEngineConfig(
-            settings=KvTransferSettings(),
+            settings=KvTransferSettings(
+                transports=("grpc",),
+                default_transport="grpc",
+                send_staging_bytes=staging_bytes,
+                receive_staging_bytes=staging_bytes,
+            ),
             incarnation=incarnation,
             control_token=TOKEN,
             register_address=address,
             model_hash="m",
             tokenizer_hash="t",
         )
+        if fabric is None:
+            return SimulatedEngine(settings, kv=config, clock=clock)
         factory = fabric.factory(config, settings.simulated.block_bytes, staging_blocks)
         return SimulatedEngine(settings, kv=config, clock=clock, node_factory=factory)
 
@@ -150,7 +161,7 @@ async def start_worker(
         identity=WorkerIdentity(worker_id=WorkerId(name), incarnation=incarnation, model="sim", control_token=TOKEN),
         handlers=make_handlers,
         settings=worker_settings,
-        rank_control=fabric.control if fabric is not None else None,
+        rank_control=fabric.control if fabric is not None else RankControl if wire else None,
     )
     worker = SimWorker(server, clock)
     worker.address = await server.start()
@@ -172,7 +183,7 @@ class Gateway:
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.aio.insecure_channel(address)
-        self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.call = self.stub.Stream()
         self.frames: list[int] = []
         self._events: dict[str, asyncio.Queue[worker_pb2.LegEvent]] = {}
@@ -200,7 +211,7 @@ class Gateway:
 
     async def last(self, attempt_id: str) -> tuple[list[worker_pb2.LegEvent], worker_pb2.LegEvent]:
         """The token events of an attempt, and its end."""
-        events = []
+        events: list[worker_pb2.LegEvent] = []
         while True:
             event = await self.event(attempt_id)
             if event.WhichOneof("event") != "tokens":
