@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 GIB = 1 << 30
 
@@ -121,7 +122,8 @@ def table(findings: Sequence[Finding]) -> Table:
     style = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
     shown = Table("", "check", "found", "what to do", title="splitpoint doctor", title_justify="left")
     for finding in findings:
-        shown.add_row(f"[{style[finding.level]}]{finding.level}", finding.check, finding.value, finding.advice)
+        # Text, not markup: a library's message may hold brackets.
+        shown.add_row(Text(finding.level, style[finding.level]), *map(Text, (finding.check, finding.value, finding.advice)))
     return shown
 
 

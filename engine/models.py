@@ -282,10 +282,10 @@ def _wanted(file: str) -> bool:
 def _check_hub_hash(path: Path, entry: dict[str, Any]) -> None:
     """Large files carry a SHA-256, small ones their git blob id."""
     if entry.get("lfs"):
-        expected, actual = entry["lfs"]["sha256"], _file_sha256(path)
+        expected, actual = entry["lfs"].get("sha256"), _file_sha256(path)
     else:
         content = path.read_bytes()
-        expected = entry["blobId"]
+        expected = entry.get("blobId")
         actual = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
     if actual != expected:
         raise ModelFetchError(f"{path.name} from the hub has hash {actual}, the hub states {expected}")
