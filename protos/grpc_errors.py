@@ -1,7 +1,7 @@
 """`SplitpointError` over gRPC: a rich status (`google.rpc.Status`) whose details hold our `ErrorDetail`.
 
 Server side: `await abort(context, error)`. Client side: `raise from_rpc_error(exc)`. Standard clients that know nothing of us
-read the status code, its message and, when a delay was said, `google.rpc.RetryInfo`.
+read the status code, its message, `google.rpc.ErrorInfo`, and where they apply `RetryInfo` and `BadRequest`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import common_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "splitpoint"
 MAX_MESSAGE_CHARS = 1024
 """Metadata beyond 8 KiB is dropped or fails the call; the text travels twice and non-ASCII costs three bytes a byte."""
 
@@ -35,6 +36,15 @@ def error_metadata(error: SplitpointError) -> tuple[tuple[str, bytes], ...]:
     detail.message = detail.message[:MAX_MESSAGE_CHARS]
     status = status_pb2.Status(code=error.status.grpc.value[0], message=detail.message)
     status.details.add().Pack(detail)
+    info = {"error_id": error.error_id, "tokens_sent": str(error.tokens_sent or "")}
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(
+            reason=error.code.value.upper(), domain=ERROR_DOMAIN, metadata={k: v for k, v in info.items() if v}
+        )
+    )
+    if error.param:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=detail.message[:200])
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s > 0:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))

@@ -58,7 +58,10 @@ class Generation(Protocol):
         """Raises `SplitpointError`; with `tokens_sent` set when tokens were already yielded."""
 
     async def close(self, reason: str) -> None:
-        """End it early: "stop" (a stop string matched), "client_left". Idempotent, also after the end."""
+        """End it early: "stop" (a stop string matched), "client_left", "failed" (another choice of the same request failed).
+
+        Idempotent, also after the end.
+        """
 
     def ledger(self) -> common_pb2.StageLedger:
         """The stages so far; final after the last event or `close`."""

@@ -24,9 +24,7 @@ class TextTokenizer:
         self._hf = hf_tokenizer
         self._inline_chars = inline_chars
         self.backend: Tokenizer = hf_tokenizer.backend_tokenizer
-        self.special_ids = frozenset(
-            i for i, token in self.backend.get_added_tokens_decoder().items() if token.special
-        )
+        self.special_ids = frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
         primary = hf_tokenizer.eos_token_id
         self.primary_eos_token_id: int | None = primary
         self.eos_token_ids = frozenset(eos_token_ids) | (frozenset() if primary is None else {primary})
@@ -72,21 +70,20 @@ class TextTokenizer:
                 Code.UNSUPPORTED_FIELD, "messages: this model has no chat template; use completions", param="messages"
             )
         try:
-            return self._hf.apply_chat_template(
+            text: str = self._hf.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(template_arguments or {}),
             )
+            return text
         except (jinja2.TemplateError, ValueError, TypeError) as exc:
             raise invalid("messages", f"messages: the model's chat template refuses them: {exc}") from exc
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """A fresh incremental decoder for one choice."""
-        return Detokenizer(
-            self.backend, prompt_token_ids, special_ids=self.special_ids, skip_special_tokens=skip_special_tokens
-        )
+        return Detokenizer(self.backend, prompt_token_ids, special_ids=self.special_ids, skip_special_tokens=skip_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text at once."""

@@ -1,0 +1,59 @@
+"""Errors as OpenAI error objects, whole and inside a stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+from protos.errors import Code, SplitpointError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RETRY_AFTER_S = 1
+
+
+def error_object(error: SplitpointError) -> dict[str, Any]:
+    """`code` is the HTTP status as vLLM's; our stable name is `reason`."""
+    detail: dict[str, Any] = {
+        "message": error.message,
+        "type": error.status.openai_type,
+        "param": error.param or None,
+        "code": error.status.http,
+        "reason": error.code.value,
+    }
+    if error.error_id:
+        detail["error_id"] = error.error_id
+    if error.tokens_sent:
+        detail["tokens_sent"] = error.tokens_sent
+    return {"error": detail}
+
+
+def error_body(error: SplitpointError) -> bytes:
+    """The JSON body of an error reply."""
+    return json.dumps(error_object(error)).encode("ascii")
+
+
+def error_headers(error: SplitpointError) -> list[tuple[bytes, bytes]]:
+    """`Retry-After` where trying later helps; `x-should-retry: false` where a client's own retry would repeat whole work."""
+    headers = [(b"content-type", b"application/json")]
+    if error.status.http in (429, 503):
+        delay_s = math.ceil(error.retry_after_s) if error.retry_after_s > 0 else DEFAULT_RETRY_AFTER_S
+        headers.append((b"retry-after", str(delay_s).encode()))
+    if error.code in (Code.INTERNAL, Code.DEADLINE_EXCEEDED, Code.STREAM_BROKEN, Code.CONFLICT):
+        headers.append((b"x-should-retry", b"false"))
+    return headers
+
+
+def error_event(error: SplitpointError) -> bytes:
+    """The end of a broken stream. Without the `event:` line some load generators count the request as a success."""
+    return b"event: error\ndata: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
+
+
+def internal_error(exc: BaseException, what: str) -> SplitpointError:
+    """A fault of ours as the client may see it: an id, and no inner detail. The log line has the rest."""
+    error = SplitpointError(Code.INTERNAL, "internal error")
+    error.message = f"internal error {error.error_id}"
+    logger.error("%s failed, error_id=%s", what, error.error_id, exc_info=exc)
+    return error
