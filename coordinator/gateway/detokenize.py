@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\ufffd"
-_SEED_TOKENS = 6
+_SEED_TOKENS = 12
+"""More than an unfinished character and the whole one before it can take."""
 _MAX_CHARACTER_TOKENS = 4
 """UTF-8 spells a character in at most four bytes, so in at most four tokens."""
 _SETTLE_AFTER_TOKENS = 8

@@ -49,7 +49,7 @@ def tiny_tokenizer() -> TextTokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)  # type: ignore[no-untyped-call]
     hf.chat_template = TEMPLATE
     return TextTokenizer(hf)
 
@@ -122,7 +122,7 @@ class FakeGeneration:
         self.ended = asyncio.Event()
         self._steps = steps
 
-    async def __aiter__(self) -> AsyncIterator[Tokens | Finished]:  # type: ignore[override]
+    async def __aiter__(self) -> AsyncIterator[Tokens | Finished]:
         self.entered.set()
         sent = 0
         for step in self._steps:
@@ -166,7 +166,7 @@ class FakeCore:
         generation = FakeGeneration(submission, self.script(submission))
         self.generations.append(generation)
         self.arrived.set()
-        return generation  # type: ignore[return-value]
+        return generation
 
     def ready(self) -> bool:
         return self.is_ready

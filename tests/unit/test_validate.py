@@ -1,0 +1,364 @@
+"""Limits of every public field, from both ends, and what a request becomes."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coordinator.gateway import constraint
+from coordinator.gateway.fields import Fields
+from coordinator.gateway.openai_fields import FORBIDDEN, UNSUPPORTED, refuse_known
+from coordinator.gateway.openai_request import parse_body, parse_chat, parse_completion, prompts_of
+from coordinator.gateway.validate import (
+    INT64_MAX,
+    INT64_MIN,
+    Limits,
+    Sampling,
+    check_metadata,
+    check_sampling,
+    choice_seed,
+    fit_context,
+)
+from engine.sampling import Constraint
+from protos.errors import Code, SplitpointError
+from tests.support.gateway import tiny_tokenizer
+
+LIMITS = Limits(max_model_len=100, vocab_size=300, max_choices=8, max_logprobs=20, max_stop_strings=4, max_stop_chars=10)
+
+
+def sampled(**fields: Any) -> Sampling:
+    return check_sampling(Fields(fields), LIMITS, constraint=None, logprobs=None)
+
+
+def refused(call: Any, *args: Any, **kwargs: Any) -> SplitpointError:
+    with pytest.raises(SplitpointError) as caught:
+        call(*args, **kwargs)
+    return caught.value
+
+
+BOUNDS: list[tuple[str, Any, Any, Any, Any, list[str]]] = [
+    # field, least accepted, most accepted, just below, just above, what the message says
+    ("temperature", 0, 2, -0.01, 2.01, ["[0, 2]"]),
+    ("top_p", 1e-9, 1, 0, 1.01, ["(0, 1]"]),
+    ("top_k", -1, 2**31 - 1, -2, 2**31, ["-1", "2147483647"]),
+    ("min_p", 0, 1, -0.01, 1.01, ["[0, 1]"]),
+    ("frequency_penalty", -2, 2, -2.1, 2.1, ["[-2, 2]"]),
+    ("presence_penalty", -2, 2, -2.1, 2.1, ["[-2, 2]"]),
+    ("repetition_penalty", 1e-9, 100, 0, 100.1, ["(0, 100]"]),
+    ("max_tokens", 1, 100, 0, 101, ["[1, 100]"]),
+    ("min_tokens", 0, 100, -1, 101, ["[0, 100]"]),
+    ("n", 1, 8, 0, 9, ["[1, 8]"]),
+    ("prompt_logprobs", 0, 20, -1, 21, ["[0, 20]"]),
+    ("seed", INT64_MIN, INT64_MAX, INT64_MIN - 1, INT64_MAX + 1, [str(INT64_MIN), str(INT64_MAX)]),
+]
+
+
+@pytest.mark.parametrize(("field", "low", "high", "below", "above", "says"), BOUNDS, ids=[b[0] for b in BOUNDS])
+def test_both_ends_of_every_numeric_field(field: str, low: Any, high: Any, below: Any, above: Any, says: list[str]) -> None:
+    for accepted in (low, high):
+        sampled(**{field: accepted})
+    for value in (below, above):
+        error = refused(sampled, **{field: value})
+        assert error.code is Code.INVALID_VALUE
+        assert error.param == field
+        assert field in error.message
+        for part in says:
+            assert part in error.message
+
+
+@pytest.mark.parametrize("field", [b[0] for b in BOUNDS])
+@pytest.mark.parametrize("value", ["1", True, [1], {}, math.nan, math.inf, -math.inf])
+def test_wrong_types_and_non_finite_numbers(field: str, value: Any) -> None:
+    error = refused(sampled, **{field: value})
+    assert error.param == field
+    assert field in error.message
+
+
+@pytest.mark.parametrize("field", [b[0] for b in BOUNDS])
+def test_null_is_the_default(field: str) -> None:
+    assert sampled(**{field: None}) == sampled()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("stop", ["a", "b", "c", "d", "e"], "at most 4"),
+        ("stop", [""], "1 to 10"),
+        ("stop", "x" * 11, "1 to 10"),
+        ("stop", [1], "string"),
+        ("stop", 5, "string"),
+        ("stop", "\ud800", "Unicode"),
+        ("bad_words", [""], "1 to 10"),
+        ("bad_words", {}, "list"),
+        ("stop_token_ids", [300], "[0, 299]"),
+        ("stop_token_ids", [-1], "[0, 299]"),
+        ("stop_token_ids", [True], "[0, 299]"),
+        ("stop_token_ids", "7", "list"),
+        ("allowed_token_ids", [], "at least 1"),
+        ("allowed_token_ids", [0, 300], "position 1"),
+        ("logit_bias", {"300": 1}, "[0, 299]"),
+        ("logit_bias", {"-1": 1}, "[0, 299]"),
+        ("logit_bias", {"x": 1}, "[0, 299]"),
+        ("logit_bias", {"1": 100.5}, "[-100, 100]"),
+        ("logit_bias", {"1": -100.5}, "[-100, 100]"),
+        ("logit_bias", {"1": math.nan}, "[-100, 100]"),
+        ("logit_bias", {"1": "2"}, "[-100, 100]"),
+        ("logit_bias", [1], "object"),
+        ("ignore_eos", 1, "true or false"),
+        ("skip_special_tokens", "yes", "true or false"),
+        ("include_stop_str_in_output", 0, "true or false"),
+    ],
+)
+def test_lists_maps_and_switches(field: str, value: Any, says: str) -> None:
+    error = refused(sampled, **{field: value})
+    assert (error.code, error.param) == (Code.INVALID_VALUE, field)
+    assert field in error.message
+    assert says in error.message
+
+
+def test_contradictions() -> None:
+    error = refused(sampled, min_tokens=6, max_tokens=5)
+    assert (error.param, "max_tokens=5" in error.message, "6" in error.message) == ("min_tokens", True, True)
+    error = refused(sampled, n=2, temperature=0)
+    assert error.param == "n"
+    assert "greedy" in error.message
+    assert sampled(n=2, temperature=0.5).n == 2
+
+
+def test_everything_reaches_the_parameters() -> None:
+    checked = sampled(
+        temperature=1, top_p=0.5, top_k=7, min_p=0.1, frequency_penalty=-1, presence_penalty=1, repetition_penalty=1.5,
+        max_tokens=9, min_tokens=2, stop="END", stop_token_ids=[5, 5], ignore_eos=True, seed=3, logit_bias={"4": -1},
+        allowed_token_ids=[1, 2], bad_words=["no"], skip_special_tokens=False, include_stop_str_in_output=True, n=2,
+    )  # fmt: skip
+    params = checked.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 0.5, 7, 0.1)
+    assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (-1, 1, 1.5)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.ignore_eos) == (9, 2, 3, True)
+    assert (params.stop_token_ids, params.allowed_token_ids, params.bad_words) == ((5,), (1, 2), ("no",))
+    assert (params.logit_bias, params.skip_special_tokens) == ({4: -1.0}, False)
+    assert (checked.stop, checked.include_stop_str_in_output, checked.n) == (("END",), True, 2)
+
+
+def fit(prompt_tokens: int, *, default: int | None = None, **fields: Any) -> int:
+    return fit_context(prompt_tokens, sampled(**fields), LIMITS, default_max_tokens=default, prompt_field="prompt")
+
+
+def test_the_context_is_filled_exactly() -> None:
+    assert fit(90, max_tokens=10) == 10
+    assert fit(90) == 10
+    assert fit(90, default=16) == 10
+    assert fit(10, default=16) == 16
+    assert fit(99) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "fields", "numbers"),
+    [(91, {"max_tokens": 10}, ("91", "10", "101", "100")), (100, {}, ("100", "1", "101")), (500, {}, ("500", "1", "501", "100"))],
+)
+def test_a_prompt_that_does_not_fit_names_all_numbers(prompt_tokens: int, fields: Any, numbers: tuple[str, ...]) -> None:
+    error = refused(fit, prompt_tokens, **fields)
+    assert (error.code, error.param) == (Code.PROMPT_TOO_LONG, "prompt")
+    for number in (*numbers, "max_tokens", "max_model_len"):
+        assert number in error.message
+
+
+def test_an_empty_prompt_and_min_tokens_beyond_the_room() -> None:
+    assert refused(fit, 0).param == "prompt"
+    assert refused(fit, 95, min_tokens=6).param == "min_tokens"
+
+
+@given(st.integers(INT64_MIN, INT64_MAX), st.integers(0, 100))
+def test_choice_seeds_stay_in_64_bits_and_differ(seed: int, index: int) -> None:
+    other = choice_seed(seed, index)
+    assert other is not None
+    assert INT64_MIN <= other <= INT64_MAX
+    assert (other == seed) == (index == 0)
+    assert choice_seed(None, index) is None
+
+
+def test_metadata() -> None:
+    checked = check_metadata(
+        [
+            ("x-request-id", "abc"),
+            ("x-splitpoint-path", b"split"),
+            ("x-splitpoint-transport", "grpc"),
+            ("x-splitpoint-deadline-s", "2.5"),
+            ("authorization", "Bearer x"),
+        ],
+        max_deadline_s=10,
+    )
+    assert (checked.client_request_id, checked.path, checked.transport, checked.deadline_s) == ("abc", "split", "grpc", 2.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code", "says"),
+    [
+        ("x-splitpoint-path", "both", Code.INVALID_VALUE, "split, colocated"),
+        ("x-splitpoint-transport", "rdma", Code.INVALID_VALUE, "ucx, grpc"),
+        ("x-splitpoint-deadline-s", "0", Code.INVALID_VALUE, "(0, 10]"),
+        ("x-splitpoint-deadline-s", "11", Code.INVALID_VALUE, "(0, 10]"),
+        ("x-splitpoint-deadline-s", "soon", Code.INVALID_VALUE, "(0, 10]"),
+        ("x-splitpoint-deadline-s", "nan", Code.INVALID_VALUE, "(0, 10]"),
+        ("x-request-id", "x" * 257, Code.INVALID_VALUE, "256"),
+        ("x-request-id", "a\tb", Code.INVALID_VALUE, "printable"),
+        ("x-splitpoint-control-token", "t", Code.FORBIDDEN_FIELD, "may not be set"),
+        ("x-splitpoint-transfer-id", "t", Code.FORBIDDEN_FIELD, "may not be set"),
+    ],
+)
+def test_bad_metadata(name: str, value: str, code: Code, says: str) -> None:
+    error = refused(check_metadata, [(name, value)], max_deadline_s=10)
+    assert (error.code, error.param) == (code, name)
+    assert name in error.message
+    assert says in error.message
+
+
+@pytest.mark.parametrize("name", sorted(FORBIDDEN))
+def test_transfer_fields_are_forbidden(name: str) -> None:
+    error = refused(refuse_known, {name: {}})
+    assert (error.code, error.param) == (Code.FORBIDDEN_FIELD, name)
+    refuse_known({name: None})
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_known_fields_are_refused_unless_harmless(name: str) -> None:
+    for harmless in UNSUPPORTED[name]:
+        refuse_known({name: harmless})
+    error = refused(refuse_known, {name: "something"})
+    assert (error.code, error.param) == (Code.UNSUPPORTED_FIELD, name)
+    assert name in error.message
+
+
+def test_true_is_not_one() -> None:
+    assert refused(refuse_known, {"best_of": True}).param == "best_of"
+
+
+def test_unknown_fields_are_ignored() -> None:
+    refuse_known({"brand_new_field": {"a": 1}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Constraint(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+            Constraint(json_schema='{"type": "object"}'),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, Constraint(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"], "json": None}}, Constraint(choice=("a", "b"))),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, Constraint(json_schema='{"type": "null"}')),
+        ({"structured_outputs": {"json_object": True}}, Constraint(json_object=True)),
+        ({"guided_grammar": 'root ::= "a"'}, Constraint(grammar='root ::= "a"')),
+        ({"guided_choice": ["x"]}, Constraint(choice=("x",))),
+    ],
+)
+def test_structured_output(fields: Any, expected: Constraint | None) -> None:
+    assert constraint.from_openai(Fields(fields)) == expected
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": "json"}, "response_format", "object"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            "response_format.json_schema.schema",
+            "JSON schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": 3}}}},
+            "response_format.json_schema.schema",
+            "properties",
+        ),
+        ({"guided_json": nested(70)}, "guided_json", "64"),
+        ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"guided_json": [1]}, "guided_json", "string"),
+        ({"guided_regex": "("}, "guided_regex", "regular expression"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"structured_outputs": {}}, "structured_outputs", "none"),
+        ({"structured_outputs": {"yaml": "x"}}, "structured_outputs.yaml", "json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "together"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "together"),
+        ({"guided_grammar": "x" * 70000}, "guided_grammar", "65536"),
+    ],
+)
+def test_broken_constraints(fields: Any, param: str, says: str) -> None:
+    error = refused(constraint.from_openai, Fields(fields))
+    assert (error.code, error.param) == (Code.INVALID_VALUE, param)
+    assert says in error.message
+
+
+def chat(**body: Any) -> Any:
+    return parse_chat({"messages": [{"role": "user", "content": "hi"}], **body}, LIMITS, "tiny", tiny_tokenizer())
+
+
+def test_a_chat_becomes_one_prompt() -> None:
+    request = chat(max_completion_tokens=7, logprobs=True, top_logprobs=3)
+    assert prompts_of(request)[0].content == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (request.sampling.max_tokens, request.sampling.max_tokens_field) == (7, "max_completion_tokens")
+    assert (request.sampling.params.logprobs, request.top_logprobs) == (3, 3)
+    assert chat(logprobs=True).sampling.params.logprobs == 0
+    assert chat(logprobs=False).sampling.params.logprobs is None
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "user", "content": parts}], add_generation_prompt=False)
+    assert prompts_of(request)[0].content == "<|im_start|>user\na\nb<|im_end|>\n"
+
+
+@pytest.mark.parametrize(("prompt", "count"), [("one", 1), (["one", "two"], 2), ([1, 2, 3], 1), ([[1], [2, 3], [4]], 3)])
+def test_the_four_forms_of_a_prompt(prompt: Any, count: int) -> None:
+    assert len(prompts_of(parse_completion({"prompt": prompt}, LIMITS, "tiny"))) == count
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b'{"a": 1', b"[1]", b'"x"', b"\xff\xfe", b'{"a": "\xc3\x28"}', b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}"],
+)
+def test_a_body_that_is_no_json_object(raw: bytes) -> None:
+    error = refused(parse_body, raw)
+    assert (error.code, error.param) == (Code.INVALID_VALUE, "body")
+    assert len(error.message) < 300
+
+
+NAMES = [*(b[0] for b in BOUNDS), "stop", "logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos"]
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+VALUES = LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(st.text(max_size=3), LEAVES, max_size=3)
+
+
+def outcome(fields: dict[str, Any]) -> SplitpointError | Sampling:
+    try:
+        return check_sampling(Fields(fields), LIMITS, constraint=None, logprobs=None)
+    except SplitpointError as error:
+        return error
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_every_value_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+    result = outcome(fields)
+    if isinstance(result, SplitpointError):
+        assert result.code is Code.INVALID_VALUE
+        assert result.param in fields
+        assert result.param in result.message
+    else:
+        json.dumps({str(k): v for k, v in result.params.logit_bias.items()}, allow_nan=False)
+        result.params.to_proto()
