@@ -205,5 +205,5 @@ def _idle(status: pb.GetNodeStatusResponse) -> bool:
 async def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
     """Until `condition()` holds; asked every 2 ms. Raises `TimeoutError`."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)  # noqa: ASYNC110 - the condition is another thread's and has no event
+        while not condition():  # noqa: ASYNC110 - the condition is another thread's and has no event
+            await asyncio.sleep(0.002)
