@@ -19,6 +19,7 @@ from kvtransfer.config import KvTransferSettings
 from kvtransfer.connector.blocks import BlockArray, EngineBlocks
 from kvtransfer.connector.scheduler import Gather, Scatter, StepPlan
 from kvtransfer.layout import PROTOCOL_VERSION
+from kvtransfer.memory import host_memory
 from protos.ids import Incarnation, TransferId
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -125,7 +126,7 @@ class WorkerHalf:
             compatibility=self._compatibility(blocks, facts),
             block_bytes=blocks.block_bytes,
             control_token=self._settings.control_token,
-            **({} if blocks.device.type == "cpu" else {"memory": _pinned_memory}),
+            memory=host_memory if blocks.device.type == "cpu" else _pinned_memory,
         )
         self.attach(blocks, node)
         endpoint = node.start()
