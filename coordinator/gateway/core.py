@@ -79,7 +79,7 @@ class GatewayCore:
         """Bring the gauges that nobody pushes up to date; called before an exposition."""
         self.metrics.in_flight(self.in_flight)
         self.metrics.fleet(
-            open_breakers=len(self.router.breakers.open_keys(self.clock())),
+            open_breakers=len(self.router.breakers.blocked(self.clock())),
             connected_workers=sum(self.membership.connected(v.incarnation) for v in self.membership.views),
         )
 

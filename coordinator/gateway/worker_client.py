@@ -178,7 +178,7 @@ class WorkerClient:
     async def _one_stream(self) -> None:
         """Connect, check who answers, pump both directions until the stream ends."""
         async with grpc.aio.insecure_channel(self.address, options=_channel_options(self._settings)) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             async with asyncio.timeout(self._settings.connect_timeout_s):
                 await channel.channel_ready()
                 who = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest())

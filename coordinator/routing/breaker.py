@@ -62,6 +62,6 @@ class Breakers:
         for key in gone:
             del self._circuits[key]
 
-    def open_keys(self, now_s: float) -> list[Hashable]:
-        """What is out at the moment, for metrics and status."""
-        return [k for k, c in self._circuits.items() if c.open_until_s is not None and now_s < c.open_until_s]
+    def blocked(self, now_s: float) -> frozenset[Hashable]:
+        """The keys that may not be chosen now."""
+        return frozenset(k for k, c in self._circuits.items() if c.open_until_s is not None and now_s < c.open_until_s)

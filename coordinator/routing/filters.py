@@ -5,16 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coordinator.routing.policy import Candidate
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation
+
+EXCLUDED = "excluded"
+"""It failed this request before."""
+BREAKER_OPEN = "breaker_open"
+PAIR_BREAKER_OPEN = "pair_breaker_open"
+PROMPT_EXCEEDS_TRANSFER = "prompt_exceeds_transfer"
+TRANSPORT_MISSING = "transport_missing"
+INCOMPATIBLE = "incompatible"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The workers that can be one end of a group's transfers, and what all of them can do: a prompt and a transport within
+    that need no check worker by worker."""
+
+    members: tuple[Candidate, ...]
+    least_transfer_tokens: int
+    common_transports: frozenset[str]
+
+    def all_can(self, prompt_tokens: int, transport: str) -> bool:
+        return prompt_tokens <= self.least_transfer_tokens and transport in self.common_transports
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Ready workers whose KV bytes mean the same: any prefill of a group can hand over to any decode of it."""
 
-    prefill: tuple[WorkerView, ...]
-    decode: tuple[WorkerView, ...]
+    prefill: End
+    decode: End
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +47,25 @@ class Table:
     """
 
     by_incarnation: dict[Incarnation, WorkerView]
-    by_role: dict[Role, tuple[WorkerView, ...]]
+    by_role: dict[Role, tuple[Candidate, ...]]
     groups: tuple[Group, ...]
     lonely_prefill: int
     """Ready prefill workers whose fingerprint no ready decode worker has."""
 
 
-def build_table(views: Iterable[WorkerView]) -> Table:
-    """Index `views`. Called once per membership version."""
-    alive = {v.incarnation: v for v in views if v.state is not WorkerState.DEAD}
-    ready = [v for v in alive.values() if v.state is WorkerState.READY]
-    by_role = {role: tuple(v for v in ready if v.role is role) for role in Role}
-    decode_of: dict[bytes, list[WorkerView]] = {}
-    prefill_of: dict[bytes, list[WorkerView]] = {}
-    for view in by_role[Role.DECODE]:
-        decode_of.setdefault(view.fingerprint, []).append(view)
-    for view in by_role[Role.PREFILL]:
-        prefill_of.setdefault(view.fingerprint, []).append(view)
-    groups = tuple(Group(tuple(p), tuple(decode_of[f])) for f, p in prefill_of.items() if f in decode_of)
+def build_table(candidates: Iterable[Candidate]) -> Table:
+    """Index the members. Called once per membership version."""
+    alive = [c for c in candidates if c.view.state is not WorkerState.DEAD]
+    ready = [c for c in alive if c.view.state is WorkerState.READY]
+    by_role = {role: tuple(c for c in ready if c.view.role is role) for role in Role}
+    prefill_of = _by_fingerprint(by_role[Role.PREFILL])
+    decode_of = _by_fingerprint(by_role[Role.DECODE])
+    groups = tuple(Group(_end(p), _end(decode_of[f])) for f, p in prefill_of.items() if f in decode_of)
     lonely = sum(len(p) for f, p in prefill_of.items() if f not in decode_of)
-    return Table(alive, by_role, groups, lonely)
+    return Table({c.view.incarnation: c.view for c in alive}, by_role, groups, lonely)
 
 
-def pair_refusal(view: WorkerView, *, prompt_tokens: int, transport: str) -> str | None:
+def transfer_refusal(view: WorkerView, *, prompt_tokens: int, transport: str) -> str | None:
     """Why this worker cannot be either end of such a transfer, or None."""
     if prompt_tokens > view.max_transfer_tokens:
         return PROMPT_EXCEEDS_TRANSFER
@@ -56,9 +74,16 @@ def pair_refusal(view: WorkerView, *, prompt_tokens: int, transport: str) -> str
     return None
 
 
-EXCLUDED = "excluded"
-"""It failed this request before."""
-BREAKER_OPEN = "breaker_open"
-PROMPT_EXCEEDS_TRANSFER = "prompt_exceeds_transfer"
-TRANSPORT_MISSING = "transport_missing"
-INCOMPATIBLE = "incompatible"
+def _by_fingerprint(candidates: Iterable[Candidate]) -> dict[bytes, list[Candidate]]:
+    found: dict[bytes, list[Candidate]] = {}
+    for candidate in candidates:
+        found.setdefault(candidate.view.fingerprint, []).append(candidate)
+    return found
+
+
+def _end(members: list[Candidate]) -> End:
+    return End(
+        members=tuple(members),
+        least_transfer_tokens=min(c.view.max_transfer_tokens for c in members),
+        common_transports=frozenset.intersection(*(frozenset(c.view.transports) for c in members)),
+    )

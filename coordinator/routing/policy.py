@@ -1,11 +1,46 @@
-"""Least-loaded choice among candidates. Pure."""
+"""Load, and the least-loaded choice among candidates. Pure."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from coordinator.routing.views import WorkerView
+
+_LAST_RESORT = 1 << 62
+"""Added to the score of a worker whose stream is down: it comes after every other, but it may be about to come up."""
+_NOTHING = 1 << 63
+
+
+class Load:
+    """One worker's load in tokens. `score` is kept up to date, so that a scan reads one number; smaller is better."""
+
+    __slots__ = ("_heartbeat_tokens", "_reachable", "in_flight_tokens", "score")
+
+    def __init__(self) -> None:
+        self.in_flight_tokens = 0
+        self._heartbeat_tokens = 0
+        self._reachable = True
+        self.score = 0
+
+    def set(self, *, in_flight_by: int = 0, heartbeat_tokens: int | None = None, reachable: bool | None = None) -> None:
+        """Change what is given; `in_flight_by` is added."""
+        self.in_flight_tokens += in_flight_by
+        if heartbeat_tokens is not None:
+            self._heartbeat_tokens = heartbeat_tokens
+        if reachable is not None:
+            self._reachable = reachable
+        self.score = self.in_flight_tokens + self._heartbeat_tokens + (0 if self._reachable else _LAST_RESORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker and its load."""
+
+    view: WorkerView
+    load: Load
 
 
 class LoadBook:
@@ -17,56 +52,74 @@ class LoadBook:
 
     def __init__(self, *, heartbeat_request_tokens: int) -> None:
         self._heartbeat_request_tokens = heartbeat_request_tokens
-        self._in_flight_tokens: dict[str, int] = {}
-        self._unreachable: set[str] = set()
+        self._loads: dict[str, Load] = {}
+        self._members: frozenset[str] = frozenset()
+
+    def candidates(self, views: Iterable[WorkerView]) -> list[Candidate]:
+        """The members from now on, with their heartbeats' load. What left and has nothing in flight is forgotten."""
+        made = []
+        for view in views:
+            load = self._loads.setdefault(view.incarnation, Load())
+            load.set(heartbeat_tokens=(view.running + view.waiting) * self._heartbeat_request_tokens)
+            made.append(Candidate(view, load))
+        self._members = frozenset(c.view.incarnation for c in made)
+        self._loads = {k: load for k, load in self._loads.items() if k in self._members or load.in_flight_tokens}
+        return made
 
     def charge(self, incarnation: str, tokens: int) -> None:
         """A leg of `tokens` tokens was sent."""
-        self._in_flight_tokens[incarnation] = self._in_flight_tokens.get(incarnation, 0) + tokens
+        self._loads.setdefault(incarnation, Load()).set(in_flight_by=tokens)
 
     def discharge(self, incarnation: str, tokens: int) -> None:
         """It ended, however."""
-        left = self._in_flight_tokens.get(incarnation, 0) - tokens
-        if left > 0:
-            self._in_flight_tokens[incarnation] = left
-        else:
-            self._in_flight_tokens.pop(incarnation, None)
+        load = self._loads.get(incarnation)
+        if load is None:
+            return
+        load.set(in_flight_by=-tokens)
+        if not load.in_flight_tokens and incarnation not in self._members:
+            del self._loads[incarnation]
 
     def set_reachable(self, incarnation: str, reachable: bool) -> None:
-        """This gateway's own stream to the worker is up, or not."""
-        if reachable:
-            self._unreachable.discard(incarnation)
-        else:
-            self._unreachable.add(incarnation)
-
-    def forget(self, incarnation: str) -> None:
-        """The worker is gone. Tokens still charged stay until their legs end."""
-        self._unreachable.discard(incarnation)
+        """This gateway's own stream to a member is up, or not."""
+        if incarnation in self._members:
+            self._loads[incarnation].set(reachable=reachable)
 
     def in_flight_tokens(self, incarnation: str) -> int:
-        return self._in_flight_tokens.get(incarnation, 0)
+        load = self._loads.get(incarnation)
+        return load.in_flight_tokens if load is not None else 0
 
     def total_in_flight_tokens(self) -> int:
-        return sum(self._in_flight_tokens.values())
-
-    def score(self, view: WorkerView) -> tuple[bool, int]:
-        """Smaller is better. A worker whose stream is down comes after every other: it may be about to come up."""
-        tokens = self._in_flight_tokens.get(view.incarnation, 0)
-        requests = view.running + view.waiting
-        return view.incarnation in self._unreachable, tokens + requests * self._heartbeat_request_tokens
+        return sum(load.in_flight_tokens for load in self._loads.values())
 
 
-def least_loaded(candidates: Iterable[WorkerView], book: LoadBook, rng: random.Random) -> WorkerView | None:
-    """The candidate with the smallest score; a fair draw among equals, or the first would take all light traffic."""
-    best: WorkerView | None = None
-    best_score = (True, 0)
-    equals = 0
-    for view in candidates:
-        score = book.score(view)
-        if best is None or score < best_score:
-            best, best_score, equals = view, score, 1
-        elif score == best_score:
-            equals += 1
-            if rng.random() * equals < 1.0:
-                best = view
-    return best
+Accept = Callable[[WorkerView], str | None]
+"""Why a worker cannot be chosen, or None when it can."""
+
+
+def least_loaded(
+    candidates: Iterable[Candidate], rng: random.Random, accept: Accept | None, reasons: Counter[str]
+) -> Candidate | None:
+    """The acceptable candidate with the smallest score; a fair draw among equals, or the first would get all light traffic.
+
+    `accept` is asked only about candidates that would win; when None of them is acceptable it was asked about all, and
+    `reasons` counts its answers.
+    """
+    best_score = _NOTHING
+    best: list[Candidate] = []
+    for candidate in candidates:
+        score = candidate.load.score
+        if score > best_score:
+            continue
+        if accept is not None:
+            reason = accept(candidate.view)
+            if reason is not None:
+                reasons[reason] += 1
+                continue
+        if score < best_score:
+            best_score = score
+            best = [candidate]
+        else:
+            best.append(candidate)
+    if not best:
+        return None
+    return best[0] if len(best) == 1 else rng.choice(best)

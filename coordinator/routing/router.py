@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.routing.breaker import Breakers
@@ -13,14 +13,16 @@ from coordinator.routing.filters import (
     BREAKER_OPEN,
     EXCLUDED,
     INCOMPATIBLE,
+    PAIR_BREAKER_OPEN,
     PROMPT_EXCEEDS_TRANSFER,
+    End,
     Group,
     Table,
     build_table,
-    pair_refusal,
+    transfer_refusal,
 )
 from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute
-from coordinator.routing.policy import LoadBook, least_loaded
+from coordinator.routing.policy import Accept, Candidate, LoadBook, least_loaded
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation
 
@@ -31,29 +33,31 @@ BREAKER_OVERRIDDEN = "breaker_overridden"
 
 
 class Router:
-    """Chooses paths and workers. A decision scans the ready workers once and copies none of them."""
+    """Chooses paths and workers. A decision scans the ready workers and copies none of them."""
 
     def __init__(self, settings: RoutingSettings, rng: random.Random) -> None:
         self._settings = settings
         self._rng = rng
         self._table: Table = build_table(())
+        self._tiers: list[tuple[Candidate, ...]] = []
         self.load = LoadBook(heartbeat_request_tokens=settings.heartbeat_request_tokens)
         self.breakers = Breakers(failures=settings.breaker_failures, cooldown_s=settings.breaker_cooldown_s)
 
     def update(self, views: Iterable[WorkerView]) -> None:
         """Replace the membership."""
         old = self._table.by_incarnation
-        self._table = build_table(views)
+        self._table = build_table(self.load.candidates(v for v in views if v.state is not WorkerState.DEAD))
+        by_role = self._table.by_role
+        self._tiers = [tuple(c for role in tier for c in by_role[role]) for tier in self._settings.colocated_roles]
         for incarnation in old.keys() - self._table.by_incarnation.keys():
             self.breakers.forget(incarnation)
-            self.load.forget(incarnation)
 
     def view(self, incarnation: Incarnation) -> WorkerView | None:
         """The present view of a worker that is not dead."""
         return self._table.by_incarnation.get(incarnation)
 
-    def ready_workers(self, role: Role) -> tuple[WorkerView, ...]:
-        return self._table.by_role[role]
+    def ready_workers(self, role: Role) -> list[WorkerView]:
+        return [candidate.view for candidate in self._table.by_role[role]]
 
     def has_pair(self) -> bool:
         """Some ready prefill worker has a ready decode worker of its kind."""
@@ -84,13 +88,17 @@ class Router:
             return SoloRoute(worker=view, local=True, notes=(*notes, LOCAL_RECOMPUTE))
         return self._solo(goal, now_s, reasons, notes)
 
+    # One worker -----------------------------------------------------------------------------------------------------------
+
     def _solo(self, goal: SoloGoal, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
-        for tier in self._settings.colocated_roles:
-            members = (view for role in tier for view in self._table.by_role[role])
-            best = least_loaded(self._usable(members, goal.exclude, now_s, reasons), self.load, self._rng)
+        accept = self._accept(goal.exclude, now_s)
+        for tier in self._tiers:
+            best = self._best(tier, accept, reasons)
             if best is not None:
-                return SoloRoute(worker=best, notes=tuple(notes))
+                return SoloRoute(worker=best.view, notes=tuple(notes))
         return None
+
+    # Two workers ----------------------------------------------------------------------------------------------------------
 
     def _pair(self, goal: PairGoal, now_s: float, reasons: Counter[str]) -> PairRoute | None:
         if self._table.lonely_prefill:
@@ -106,80 +114,86 @@ class Router:
     def _pair_over(
         self, goal: PairGoal, transport: str, now_s: float, reasons: Counter[str]
     ) -> tuple[WorkerView, WorkerView] | None:
-        tried: set[str] = set()
+        # A prefill worker may turn out to have no decode worker left (excluded, or broken as a pair): then the next best.
+        exclude = goal.exclude
         while True:
-            prefill, group = self._best_prefill(goal, transport, now_s, reasons, tried)
-            if prefill is None or group is None:
+            found = self._best_prefill(goal, transport, exclude, now_s, reasons)
+            if found is None:
                 return None
-            ends = self._ends(group.decode, goal, transport, now_s, reasons)
-            if self.breakers:
-                ends = self._pairing(prefill, ends, now_s, reasons)
-            decode = least_loaded(ends, self.load, self._rng)
+            prefill, group = found
+            accept = self._accept_end(group.decode, goal, transport, goal.exclude, now_s, beside=prefill.incarnation)
+            decode = self._best(group.decode.members, accept, reasons)
             if decode is not None:
-                return prefill, decode
-            tried.add(prefill.incarnation)
+                return prefill, decode.view
+            exclude |= {prefill.incarnation}
 
     def _best_prefill(
-        self, goal: PairGoal, transport: str, now_s: float, reasons: Counter[str], tried: set[str]
-    ) -> tuple[WorkerView | None, Group | None]:
-        best: WorkerView | None = None
+        self, goal: PairGoal, transport: str, exclude: frozenset[Incarnation], now_s: float, reasons: Counter[str]
+    ) -> tuple[WorkerView, Group] | None:
+        best: Candidate | None = None
         home: Group | None = None
         for group in self._table.groups:
-            ends = self._ends(group.prefill, goal, transport, now_s, reasons)
-            if tried:
-                ends = (view for view in ends if view.incarnation not in tried)
-            mine = least_loaded(self._preferred(ends, goal), self.load, self._rng)
-            if mine is not None and (best is None or self.load.score(mine) < self.load.score(best)):
+            accept = self._accept_end(group.prefill, goal, transport, exclude, now_s)
+            mine = self._preferred(group.prefill, goal, accept) or self._best(group.prefill.members, accept, reasons)
+            if mine is not None and (best is None or mine.load.score < best.load.score):
                 best, home = mine, group
-        return best, home
+        return (best.view, home) if best is not None and home is not None else None
 
-    def _preferred(self, ends: Iterator[WorkerView], goal: PairGoal) -> Iterable[WorkerView]:
+    def _preferred(self, end: End, goal: PairGoal, accept: Accept | None) -> Candidate | None:
         if goal.prefer_prefill is None:
-            return ends
-        all_ends = list(ends)
-        return [view for view in all_ends if view.incarnation == goal.prefer_prefill] or all_ends
+            return None
+        for candidate in end.members:
+            if candidate.view.incarnation == goal.prefer_prefill:
+                return candidate if accept is None or accept(candidate.view) is None else None
+        return None
 
-    def _ends(
-        self, members: Iterable[WorkerView], goal: PairGoal, transport: str, now_s: float, reasons: Counter[str]
-    ) -> Iterator[WorkerView]:
-        """Workers that can be one end of the wanted transfer."""
-        prompt_tokens = goal.prompt_tokens
-        for view in self._usable(members, goal.exclude, now_s, reasons):
-            refusal = pair_refusal(view, prompt_tokens=prompt_tokens, transport=transport)
-            if refusal is None:
-                yield view
-            else:
-                reasons[refusal] += 1
+    # Filters --------------------------------------------------------------------------------------------------------------
 
-    def _usable(
-        self, members: Iterable[WorkerView], exclude: frozenset[Incarnation], now_s: float, reasons: Counter[str]
-    ) -> Iterator[WorkerView]:
-        if not exclude and not self.breakers:
-            yield from members
-            return
-        broken: list[WorkerView] = []
-        found = False
-        for view in members:
+    def _best(self, members: Sequence[Candidate], accept: Accept | None, reasons: Counter[str]) -> Candidate | None:
+        best = least_loaded(members, self._rng, accept, reasons)
+        if best is not None or accept is None or not self.breakers:
+            return best
+        # With no other worker left a suspected one is better than none, or one poisonous prompt takes the pool down. A pair
+        # that fails together stays out: there is another way to serve the request.
+        return least_loaded(members, self._rng, lambda view: _unless_worker_breaker(accept(view)), Counter())
+
+    def _accept(self, exclude: frozenset[Incarnation], now_s: float) -> Accept | None:
+        """The filters of every leg, or None when they would let everybody pass."""
+        blocked = self.breakers.blocked(now_s) if self.breakers else frozenset()
+        if not exclude and not blocked:
+            return None
+
+        def accept(view: WorkerView) -> str | None:
             if view.incarnation in exclude:
-                reasons[EXCLUDED] += 1
-            elif self.breakers.allows(view.incarnation, now_s):
-                found = True
-                yield view
-            else:
-                reasons[BREAKER_OPEN] += 1
-                broken.append(view)
-        if not found:
-            # With no other worker left a suspected one is better than none, or one poisonous prompt takes the pool down.
-            yield from broken
+                return EXCLUDED
+            return BREAKER_OPEN if view.incarnation in blocked else None
 
-    def _pairing(
-        self, prefill: WorkerView, ends: Iterator[WorkerView], now_s: float, reasons: Counter[str]
-    ) -> Iterator[WorkerView]:
-        for view in ends:
-            if self.breakers.allows((prefill.incarnation, view.incarnation), now_s):
-                yield view
-            else:
-                reasons[BREAKER_OPEN] += 1
+        return accept
+
+    def _accept_end(
+        self,
+        end: End,
+        goal: PairGoal,
+        transport: str,
+        exclude: frozenset[Incarnation],
+        now_s: float,
+        *,
+        beside: Incarnation | None = None,
+    ) -> Accept | None:
+        """The filters of one end of a pair; `beside` is the other end once it is chosen."""
+        common = self._accept(exclude, now_s)
+        blocked = self.breakers.blocked(now_s) if self.breakers and beside is not None else frozenset()
+        if common is None and not blocked and end.all_can(goal.prompt_tokens, transport):
+            return None
+        prompt_tokens = goal.prompt_tokens
+
+        def accept(view: WorkerView) -> str | None:
+            refusal = transfer_refusal(view, prompt_tokens=prompt_tokens, transport=transport)
+            if refusal is None and (beside, view.incarnation) in blocked:
+                return PAIR_BREAKER_OPEN
+            return refusal or (common(view) if common is not None else None)
+
+        return accept
 
     def _tell_breakers(self, route: Route, now_s: float) -> Route:
         if not self.breakers:
@@ -192,3 +206,7 @@ class Router:
         for key in keys:
             self.breakers.chosen(key, now_s)
         return replace(route, notes=(*route.notes, BREAKER_OVERRIDDEN)) if overridden else route
+
+
+def _unless_worker_breaker(reason: str | None) -> str | None:
+    return None if reason == BREAKER_OPEN else reason
