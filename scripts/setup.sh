@@ -85,7 +85,7 @@ export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} UV_NO_PROGRESS=1 VIRTUAL_ENV=$ven
 index=${PIP_INDEX_URL:-$("$py" -m pip config get global.index-url 2>/dev/null || true)}
 if [ -z "${UV_DEFAULT_INDEX:-}" ] && [ -n "$index" ]; then export UV_DEFAULT_INDEX=$index; fi
 flags=(--no-deps --require-hashes -r "$lock")
-if [ -n "${PIP_FIND_LINKS:-}" ]; then flags+=(--find-links "$PIP_FIND_LINKS"); fi
+for place in ${PIP_FIND_LINKS:-}; do flags+=(--find-links "$place"); done
 say "installing $(grep -c '==' "$lock") packages of $lock"
 if ! "$venv/bin/uv" pip install --quiet "${flags[@]}"; then
   say "uv could not; trying pip, which is slower"
