@@ -112,10 +112,10 @@ class GenerationServicer:
                 if delta.token_id is not None:
                     ids.append(delta.token_id)
                 text.append(delta.text)
-            chunk = _chunk(choice, deltas)
+            chunk = _chunk(choice, deltas, completion_tokens=len(ids))
             if chunk is not None:
                 await context.write(generation_pb2.GenerateResponse(request_id=label, chunk=chunk))
-            if choice.finished:
+            if deltas[-1].finish_reason is not None:
                 complete = await _complete(choice, ids, "".join(text), deltas[-1])
                 await context.write(generation_pb2.GenerateResponse(request_id=label, complete=complete))
 
@@ -135,8 +135,11 @@ class GenerationServicer:
             await context.write(generation_pb2.GenerateResponse(request_id=label, complete=complete))
 
 
-def _chunk(choice: Choice, deltas: Sequence[Delta]) -> generation_pb2.GenerateStreamChunk | None:
-    """New tokens as a message; None for an end that brings neither token nor text."""
+def _chunk(choice: Choice, deltas: Sequence[Delta], *, completion_tokens: int) -> generation_pb2.GenerateStreamChunk | None:
+    """New tokens as a message; None for an end that brings neither token nor text.
+
+    `completion_tokens` counts what was sent: the choice itself may be ahead when several run.
+    """
     ids = [d.token_id for d in deltas if d.token_id is not None]
     text = deltas[0].text if len(deltas) == 1 else "".join([d.text for d in deltas])
     if not ids and not text:
@@ -145,7 +148,7 @@ def _chunk(choice: Choice, deltas: Sequence[Delta]) -> generation_pb2.GenerateSt
         token_ids=ids,
         text=text,
         prompt_tokens=choice.prompt_tokens,
-        completion_tokens=choice.completion_tokens,
+        completion_tokens=completion_tokens,
         cached_tokens=choice.cached_tokens,
         index=choice.index,
         logprobs=[d.logprobs for d in deltas if d.logprobs is not None],

@@ -17,7 +17,7 @@ NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class ReadinessHealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class ReadinessHealthServicer(health_pb2_grpc.HealthServicer):
     """Answers from the core itself, so a check is never stale; a watch looks again every `poll_s` and reports each change.
 
     Watches are independent of each other. `ready` must not block. Once `draining` is set, readiness is NOT_SERVING, and each

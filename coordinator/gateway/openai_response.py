@@ -19,11 +19,15 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """`usage` over all choices: a prompt counts once, however many choices it has."""
+def usage(choices: Sequence[Choice], completion_tokens: int | None = None) -> dict[str, Any]:
+    """`usage` over all choices: a prompt counts once, however many choices it has.
+
+    `completion_tokens` None: all there are; in the middle of a stream, those that were sent.
+    """
     prompts = {id(c.submission.prompt_token_ids): c for c in reversed(choices)}
     prompt_tokens = sum(c.prompt_tokens for c in prompts.values())
-    completion_tokens = sum(c.completion_tokens for c in choices)
+    if completion_tokens is None:
+        completion_tokens = sum(c.completion_tokens for c in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -81,6 +85,7 @@ class Reply:
         self._after = text_end + ', "logprobs": null, "finish_reason": null}]}\n\n'
         self._started = [False] * len(choices)
         self._offset_chars = [0] * len(choices)
+        self._sent_tokens = 0
 
     def chunks(self, choice: Choice, deltas: Sequence[Delta]) -> bytes:
         """Server-sent events for `deltas`, one per token."""
@@ -113,7 +118,8 @@ class Reply:
                 item["prompt_token_ids"] = choice.submission.prompt_token_ids
         tail = ""
         if request.continuous_usage:
-            tail = ', "usage": ' + json.dumps(usage(self._choices))
+            self._sent_tokens += delta.token_id is not None
+            tail = ', "usage": ' + json.dumps(usage(self._choices, self._sent_tokens))
         return "data: " + self._open + json.dumps(item) + "]" + tail + "}\n\n"
 
     def usage_chunk(self) -> bytes:

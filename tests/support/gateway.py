@@ -49,7 +49,7 @@ def tiny_tokenizer() -> TextTokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)  # type: ignore[no-untyped-call]
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
     hf.chat_template = TEMPLATE
     return TextTokenizer(hf)
 
@@ -121,6 +121,7 @@ class FakeGeneration:
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()
         self._steps = steps
+        self._finished = False
 
     async def __aiter__(self) -> AsyncIterator[Tokens | Finished]:
         self.entered.set()
@@ -136,6 +137,7 @@ class FakeGeneration:
                 raise step
             else:
                 sent += len(step.token_ids) if isinstance(step, Tokens) else 0
+                self._finished = isinstance(step, Finished)
                 yield step
         self.exhausted = True
         self.ended.set()
@@ -145,7 +147,7 @@ class FakeGeneration:
         self.ended.set()
 
     def ledger(self) -> common_pb2.StageLedger:
-        final = self.exhausted or bool(self.closed)
+        final = self._finished or bool(self.closed)
         return common_pb2.StageLedger(path="split", transport="ucx", ttft_s=0.01, e2e_s=0.05 if final else 0.0, attempts=3)
 
 
@@ -195,13 +197,15 @@ async def http_server(core: Core, front: FrontEnd) -> AsyncIterator[httpx.AsyncC
 
 
 @contextlib.asynccontextmanager
-async def grpc_server(core: Core, front: FrontEnd) -> AsyncIterator[grpc.aio.Channel]:
+async def grpc_server(
+    core: Core, front: FrontEnd, channel_options: Sequence[tuple[str, object]] = ()
+) -> AsyncIterator[grpc.aio.Channel]:
     """The gRPC front end on a free port, and a channel to it."""
     server = build_grpc_server(core, front)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=list(channel_options)) as channel:
             yield channel
     finally:
         front.draining.set()
