@@ -17,7 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_CPU = (ROOT / "requirements" / "torch-cpu.txt").read_text().split()[-1]
 # What torch's own wheel asks for on Linux, apart from CUDA.
-TORCH_REQUIRES = ("filelock", "typing-extensions>=4.10.0", "setuptools>=77.0.3", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5")  # fmt: skip
+TORCH_REQUIRES = (
+    "filelock",
+    "fsspec>=0.8.5",
+    "jinja2",
+    "networkx>=2.5.1",
+    "setuptools>=77.0.3",
+    "sympy>=1.13.3",
+    "typing-extensions>=4.10.0",
+)
 
 
 @dataclass(frozen=True)
