@@ -248,11 +248,12 @@ class DecodeService:
                 return KvReceive(transfer.transfer_id, transfer.prompt_tokens)
             self._context.metrics.event("seal_mismatch")
             error = SplitpointError(Code.TRANSFER_REFUSED, f"transfer {transfer.transfer_id.hex()}: {mismatch}")
+        elif transfer.error is not None:
+            error = SplitpointError(Code.TRANSFER_FAILED, f"the KV did not arrive: {transfer.error}")
         else:
-            error = transfer.error or _released(transfer)
+            error = _released(transfer)
         if not leg.allow_recompute:
-            code = Code.TRANSFER_REFUSED if error.code is Code.TRANSFER_REFUSED else Code.TRANSFER_FAILED
-            raise SplitpointError(code, f"the KV did not arrive: {error.message}")
+            raise error
         self._note_recompute("decode_recomputed", transfer, str(error))
         return None
 

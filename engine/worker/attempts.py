@@ -10,16 +10,21 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from engine.protocol import EngineDeadError
 from engine.worker.legs import LegCall, LegHandler, Monotonic
 from engine.worker.metrics import WorkerMetrics
 from engine.worker.mux import EventQueue
+from kvtransfer.machine import Tombstones
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import worker_pb2
 
 _log = logging.getLogger(__name__)
+
+_REMEMBERED = 8192
+"""Ended attempts, so that a late message is told from one about an attempt that never was."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +51,7 @@ class Attempts:
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: Tombstones = field(default_factory=partial(Tombstones, _REMEMBERED))
 
     def __post_init__(self) -> None:
         self._idle.set()
@@ -64,9 +70,10 @@ class Attempts:
         await self._idle.wait()
 
     def start(self, name: str, handler: LegHandler, message: Any, queue: EventQueue) -> None:
-        """Run one leg. A second leg under a running attempt's id is counted and dropped (rule 4)."""
+        """Run one leg. A second leg under an attempt's id, running or over, is counted and dropped (rule 4)."""
         header: worker_pb2.LegHeader = message.header
-        if not header.attempt_id or header.attempt_id in self._legs:
+        known = header.attempt_id in self._legs or self._ended.get(header.attempt_id.encode()) is not None
+        if not header.attempt_id or known:
             self.metrics.event("attempt_duplicate" if header.attempt_id else "attempt_without_id")
             _log.warning("leg dropped leg=%s attempt_id=%r request_id=%s", name, header.attempt_id, header.request_id)
             return
@@ -86,7 +93,8 @@ class Attempts:
         """End an attempt. Idempotent; False, and counted, when it is not running (over, or never seen)."""
         leg = self._legs.get(attempt_id)
         if leg is None:
-            self.metrics.event("abort_unknown")
+            over = self._ended.get(attempt_id.encode()) is not None
+            self.metrics.event("abort_late" if over else "abort_unknown")
             return False
         if leg.abort_reason is None:
             leg.abort_reason = reason or "aborted"
@@ -147,6 +155,7 @@ class Attempts:
         if outcome is not None and not call.ended:
             call.failed(outcome)
         del self._legs[call.attempt_id]
+        self._ended.add(call.attempt_id.encode(), "ok" if outcome is None else outcome.code.value)
         self._leg_ended.set()
         self._leg_ended = asyncio.Event()
         self.metrics.leg_ended(leg.name, "ok" if outcome is None else outcome.code.value, call.elapsed_s())
@@ -168,7 +177,7 @@ class Attempts:
         except asyncio.CancelledError:
             if leg.abort_reason is None:
                 self.metrics.event("leg_cancelled_from_outside")
-            return _aborted(leg.abort_reason or "the worker stops")
+            return _aborted(leg.abort_reason or WORKER_STOPS)
         except SplitpointError as error:
             return error
         except EngineDeadError as error:
@@ -198,7 +207,10 @@ class Attempts:
         return fault
 
 
+WORKER_STOPS = "worker_stops"
+
+_ABORT_CODES = {"deadline": Code.DEADLINE_EXCEEDED, WORKER_STOPS: Code.WORKER_LOST}
+
+
 def _aborted(reason: str) -> SplitpointError:
-    if reason == "deadline":
-        return SplitpointError(Code.DEADLINE_EXCEEDED, "aborted: the deadline passed at the gateway")
-    return SplitpointError(Code.CANCELLED, f"aborted: {reason}")
+    return SplitpointError(_ABORT_CODES.get(reason, Code.CANCELLED), f"aborted: {reason}")

@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from engine.protocol import Engine, EngineDeadError, EngineInfo
-from engine.worker.attempts import Attempts
+from engine.worker.attempts import WORKER_STOPS, Attempts
 from engine.worker.config import WorkerSettings
 from engine.worker.legs import HandlersFactory, LegHandler, LegHandlers, Monotonic, WorkerContext
 from engine.worker.metrics import WorkerMetrics
@@ -89,7 +89,7 @@ class WorkerServer:
         self._now = now
         self._server: grpc.aio.Server | None = None
         self._health = HealthServicer()
-        self._changed = asyncio.Event()
+        self._servicer = WorkerServicer(self)
         self._stopped = False
 
     async def start(self) -> str:
@@ -202,19 +202,17 @@ class WorkerServer:
             return
         self._stopped = True
         await self._serving(False)
-        self.attempts.abort_all("the worker stops")
-        try:
-            async with asyncio.timeout(2 * self.settings.cleanup_timeout_s):
-                await self.attempts.wait_idle()
-                for owner in self.handlers.owners if self.handlers is not None else ():
-                    await owner.close()
-        except TimeoutError:
-            self.metrics.event("stop_timeout")
-            _log.error("legs were still running at stop worker_id=%s incarnation=%s address=%s", *self._names())
+        self.attempts.abort_all(WORKER_STOPS)
+        await self._wait_idle()
+        if self._server is not None:
+            self._servicer.finish_streams()
+            await self._server.stop(grace_s)
+        # Streams that ended have released their transfers; then the services end what no stream has brought up.
+        await self._wait_idle()
+        for owner in self.handlers.owners if self.handlers is not None else ():
+            await owner.close()
         if self.ranks is not None:
             await self.ranks.close()
-        if self._server is not None:
-            await self._server.stop(grace_s)
         if self.engine is not None:
             await self.engine.stop()
 
@@ -257,7 +255,7 @@ class WorkerServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),
             )
         )
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), server)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         port = server.add_insecure_port(f"{settings.bind_host}:{settings.port}")
         self._server = server
@@ -265,6 +263,14 @@ class WorkerServer:
         await self._set_health(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
         self.address = f"{settings.advertise_host}:{port}"
+
+    async def _wait_idle(self) -> None:
+        try:
+            async with asyncio.timeout(2 * self.settings.cleanup_timeout_s):
+                await self.attempts.wait_idle()
+        except TimeoutError:
+            self.metrics.event("stop_timeout")
+            _log.error("legs still run at stop worker_id=%s incarnation=%s address=%s", *self._names())
 
     async def _serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

@@ -31,6 +31,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, worker: WorkerServer) -> None:
         self._worker = worker
         self._numbers = itertools.count(1)
+        self._streams: set[_GatewayStream] = set()
 
     async def DescribeWorker(  # noqa: N802
         self, request: worker_pb2.DescribeWorkerRequest, context: grpc.aio.ServicerContext
@@ -54,10 +55,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Stream(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
         stream = _GatewayStream(self._worker, next(self._numbers))
+        self._streams.add(stream)
         try:
             await stream.serve(context)
         finally:
+            self._streams.discard(stream)
             stream.broken()
+
+    def finish_streams(self) -> None:
+        """End every stream after what is queued on it."""
+        for stream in self._streams:
+            stream.finish()
 
 
 class _GatewayStream:
@@ -69,20 +77,20 @@ class _GatewayStream:
         self._queue = EventQueue(worker.settings.max_pending_events)
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
-        """Read legs and write frames until the gateway closes its side and its legs have ended, or the stream breaks."""
-        reader = asyncio.create_task(self._read(context), name=f"stream-{self._number}-read")
-        writer = asyncio.create_task(self._queue.drain(context.write), name=f"stream-{self._number}-write")
+        """Read legs and write frames until both are done with: the gateway closed its side and its legs have ended, or the
+        worker stops. gRPC cancels this when the stream breaks."""
+        reader = asyncio.create_task(self._read(context), name=f"{self._worker.identity.worker_id}-stream-{self._number}")
         try:
-            # Either side's failure is the stream's; gRPC cancels this coroutine when the peer goes away.
-            done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                error = task.exception()
-                if error is not None:
-                    raise error
+            await self._queue.drain(context.write)
         finally:
-            for task in (reader, writer):
-                task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            reader.cancel()
+            (ended,) = await asyncio.gather(reader, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
+
+    def finish(self) -> None:
+        """The worker stops: write what is queued, then end the stream."""
+        self._queue.finish()
 
     def broken(self) -> None:
         """The stream is over: abort what it still carries and release its transfers."""
@@ -97,13 +105,12 @@ class _GatewayStream:
             worker.attempts.spawn(self._release_all(transfers))
 
     async def _read(self, context: grpc.aio.ServicerContext) -> None:
-        while True:
-            request = await context.read()
-            if request is grpc.aio.EOF:
-                break
-            self._dispatch(request)
-        await self._worker.attempts.stream_idle(self._queue)
-        self._queue.finish()
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                self._dispatch(request)
+            await self._worker.attempts.stream_idle(self._queue)
+        finally:
+            self._queue.finish()
 
     def _dispatch(self, request: worker_pb2.StreamRequest) -> None:
         worker, name = self._worker, request.WhichOneof("leg")

@@ -1,98 +1,42 @@
-"""Two simulated workers behind their real servers and mux, over loopback: what a gateway sees, and that nothing is left."""
+"""A worker behind its real server and mux, over loopback: parity of the paths, refusals, drain, odd messages, slow gateways."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.handover import decode_params, prefill_params
+from decode.config import DecodeSettings
 from engine.sampling import SamplingParams
-from tests.support.fabric import Fabric
+from engine.worker.config import WorkerSettings
+from engine.worker.server import SERVICE
+from prefill.config import PrefillSettings
+from protos.errors import Code
+from protos.splitpoint.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.pair import pair_of
 from tests.support.workers import (
-    Gateway,
-    SimWorker,
+    BLOCK_BYTES,
+    TOKEN,
     colocated_leg,
     decode_leg,
+    engine_settings,
+    failure,
+    header,
     new_grant,
     prefill_leg,
     prepare_leg,
+    running,
     start_worker,
 )
 
 pytestmark = pytest.mark.timeout(60)
 
-
-class Pair:
-    """A prefill worker, a decode worker and a gateway connected to both."""
-
-    def __init__(self, fabric: Fabric | None, p: SimWorker, d: SimWorker, to_p: Gateway, to_d: Gateway) -> None:
-        self.fabric, self.p, self.d, self.to_p, self.to_d = fabric, p, d, to_p, to_d
-
-    async def split(self, prompt: list[int], sampling: SamplingParams, *, forward: bool = True) -> tuple[list[int], str]:
-        """One request over the split path. Returns its tokens and the finish reason."""
-        grant = new_grant()
-        prepare = await self.to_d.send(prepare=prepare_leg(prompt, self.p, grant))
-        attempt = await self.to_p.send(prefill=prefill_leg(prompt, prefill_params(sampling), grant))
-        event = await self.to_p.event(attempt)
-        if event.WhichOneof("event") == "finished":
-            await self.to_d.release(grant.transfer_id)
-            return list(event.finished.last.token_ids), event.finished.finish_reason
-        first = list(event.sealed.first.token_ids)
-        if sampling.max_tokens == 1:
-            await self.to_p.release(grant.transfer_id)
-            await self.to_d.release(grant.transfer_id)
-            return first, "length"
-        outputs = first if forward else []
-        rest = decode_params(sampling, forwarded_tokens=len(outputs))
-        decode = await self.to_d.send(decode=decode_leg(prompt, outputs, rest, event.sealed.seal))
-        assert (await self.to_d.event(prepare)).WhichOneof("event") == "staged"
-        events, last = await self.to_d.last(decode)
-        assert last.WhichOneof("event") == "finished", last
-        assert not last.finished.recomputed
-        tokens = [t for e in events for t in e.tokens.token_ids]
-        return [*outputs, *tokens, *last.finished.last.token_ids], last.finished.finish_reason
-
-    async def colocated(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], str]:
-        attempt = await self.to_d.send(colocated=colocated_leg(prompt, sampling))
-        events, last = await self.to_d.last(attempt)
-        assert last.WhichOneof("event") == "finished", last
-        tokens = [t for e in events for t in e.tokens.token_ids]
-        return [*tokens, *last.finished.last.token_ids], last.finished.finish_reason
-
-    async def empty(self) -> None:
-        """Waits until both workers are idle, then checks that nothing is held."""
-        async with asyncio.timeout(10):
-            for worker in (self.p, self.d):
-                await worker.server.drained()
-        for worker in (self.p, self.d):
-            load = worker.engine.load()
-            assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0.0)
-            assert worker.server.attempts.busy == 0
-            for rank in await worker.server.rank_status(5):
-                assert (rank.send.used_bytes, rank.receive.used_bytes) == (0, 0)
-                assert (rank.send.quarantined_bytes, rank.receive.quarantined_bytes) == (0, 0)
-        if self.fabric is not None:
-            assert self.fabric.slots() == 0
-
-
-@asynccontextmanager
-async def pair_of(*, wire: bool = False, **options: Any) -> AsyncIterator[Pair]:
-    fabric = None if wire else Fabric()
-    p = await start_worker(fabric, "p", wire=wire, **options)
-    d = await start_worker(fabric, "d", wire=wire, **options)
-    try:
-        yield Pair(fabric, p, d, await p.gateway(), await d.gateway())
-    finally:
-        await p.close()
-        await d.close()
-
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0)
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPT = list(range(10, 60))
 
 
 @pytest.mark.parametrize("wire", [False, True], ids=["memory", "grpc"])
@@ -111,3 +55,345 @@ async def test_split_equals_colocated_for_many_seeds(wire: bool) -> None:
             split = await pair.split(prompt, sampling, forward=rng.random() < 0.7)
             assert split == await pair.colocated(prompt, sampling), f"seed {seed}"
         await pair.empty()
+        assert "decode_recomputed" not in pair.d.events()
+
+
+async def test_concurrent_split_requests_agree_with_colocated() -> None:
+    async with pair_of(wire=True, staging_blocks=40) as pair:
+        prompts = [[3 + (7 * i + j) % 900 for j in range(20 + 5 * i)] for i in range(16)]
+        split = await asyncio.gather(*(pair.split(p, GREEDY) for p in prompts))
+        assert split == [await pair.colocated(p, GREEDY) for p in prompts]
+        await pair.empty()
+
+
+async def test_several_ranks_move_together() -> None:
+    async with pair_of(wire=True, engine=engine_settings(tensor_parallel_size=2)) as pair:
+        assert len(pair.p.ranks) == 2
+        assert await pair.split(PROMPT, GREEDY) == await pair.colocated(PROMPT, GREEDY)
+        await pair.empty()
+
+
+async def test_times_are_said_and_exclusive() -> None:
+    async with pair_of(wire=True) as pair:
+        grant = new_grant()
+        prepare = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+        sealed = (await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg(PROMPT, GREEDY, grant)))).sealed
+        staged = (await pair.to_d.event(prepare)).staged
+        assert staged.transport == "grpc"
+        assert staged.bytes == sealed.seal.bytes == -(-len(PROMPT) // 8) * BLOCK_BYTES
+        attempt = await pair.to_d.send(decode=decode_leg(PROMPT, list(sealed.first.token_ids), GREEDY, sealed.seal))
+        _, last = await pair.to_d.last(attempt)
+        assert sealed.times.computing_s > 0
+        times = last.finished.times
+        assert times.transfer_bytes == staged.bytes
+        assert min(times.queued_s, times.computing_s, times.decoding_s, times.transfer_wait_s) >= 0
+        assert times.computing_s > 0
+        assert times.decoding_s > 0
+        await pair.empty()
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------------
+
+
+async def test_bad_legs_are_refused_by_name_and_leave_nothing() -> None:
+    async with pair_of() as pair:
+        grant, short = new_grant(), new_grant()
+        short.capability = b"short"
+        no_length = worker_pb2.ColocatedLeg(header=header(), prompt_token_ids=[5])
+        cases: list[tuple[dict[str, Any], Code, str]] = [
+            ({"prefill": prefill_leg([], GREEDY, None)}, Code.INVALID_VALUE, "prompt_token_ids"),
+            ({"prefill": prefill_leg([5], GREEDY, short)}, Code.INVALID_VALUE, "grant.capability"),
+            ({"prefill": prefill_leg([997], GREEDY, grant)}, Code.INVALID_VALUE, "prompt_token_ids"),
+            ({"prefill": prefill_leg([5] * 512, GREEDY, grant)}, Code.PROMPT_TOO_LONG, "prompt_token_ids"),
+            ({"colocated": colocated_leg([], GREEDY)}, Code.INVALID_VALUE, "prompt_token_ids"),
+            ({"colocated": colocated_leg([5] * 512, GREEDY)}, Code.PROMPT_TOO_LONG, "prompt_token_ids"),
+            ({"colocated": colocated_leg([5], SamplingParams(max_tokens=0))}, Code.INVALID_VALUE, "max_tokens"),
+            ({"colocated": no_length}, Code.INVALID_VALUE, "sampling_params"),
+        ]
+        for leg, code, param in cases:
+            error = failure(await pair.to_p.event(await pair.to_p.send(**leg)))
+            assert (error.code, error.param) == (code, param), leg
+        await pair.empty()
+        assert pair.p.server.metrics.events["leg_fault"] == 0
+
+
+async def test_a_prompt_that_can_never_be_staged_is_refused_with_the_limit() -> None:
+    async with pair_of(staging_blocks=4) as pair:
+        long = [5] * 33
+        on_p = await pair.to_p.send(prefill=prefill_leg(long, GREEDY, new_grant()))
+        on_d = await pair.to_d.send(prepare=prepare_leg(long, pair.p, new_grant()))
+        for event in (await pair.to_p.event(on_p), await pair.to_d.event(on_d)):
+            error = failure(event)
+            assert error.code is Code.TRANSFER_REFUSED
+            assert "32" in error.message
+        await pair.empty()
+
+
+@pytest.mark.parametrize("wire", [False, True], ids=["memory", "grpc"])
+async def test_full_send_staging_is_waited_for_and_then_refused(wire: bool) -> None:
+    prefill = PrefillSettings(staging_wait_s=0.1)
+    async with pair_of(wire=wire, staging_blocks=8, prefill_settings=prefill) as pair:
+        first = new_grant()
+        held = await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg([5] * 40, GREEDY, first)))
+        assert held.WhichOneof("event") == "sealed"
+        refused = await pair.to_p.send(prefill=prefill_leg([6] * 40, GREEDY, new_grant()))
+        assert failure(await pair.to_p.event(refused)).code is Code.STAGING_FULL
+        await pair.to_p.release(first.transfer_id)
+        free = new_grant()
+        again = await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg([6] * 40, GREEDY, free)))
+        assert again.WhichOneof("event") == "sealed"
+        await pair.to_p.release(free.transfer_id)
+        await pair.empty()
+
+
+async def test_full_receive_staging_is_waited_for_and_then_refused() -> None:
+    decode = DecodeSettings(staging_wait_s=0.1)
+    async with pair_of(staging_blocks=8, decode_settings=decode) as pair:
+        pair.p.clock.hold()  # nothing is ever staged
+        first = new_grant()
+        await pair.to_p.send(prefill=prefill_leg([5] * 40, GREEDY, first))
+        waiting = await pair.to_d.send(prepare=prepare_leg([5] * 40, pair.p, first))
+        refused = await pair.to_d.send(prepare=prepare_leg([6] * 40, pair.p, new_grant()))
+        assert failure(await pair.to_d.event(refused)).code is Code.STAGING_FULL
+        await pair.to_d.abort(waiting)
+        assert failure(await pair.to_d.event(waiting)).code is Code.CANCELLED
+        pair.p.clock.let_go()
+        await pair.to_p.release(first.transfer_id)
+        await pair.empty()
+
+
+async def test_admission_refuses_beyond_its_bound_and_forgets_who_left() -> None:
+    worker = await start_worker(None, decode_settings=DecodeSettings(max_waiting_requests=2))
+    async with running(worker):
+        gateway = await worker.gateway()
+        inside = worker.clock.hold()
+        waiting = [await gateway.send(colocated=colocated_leg(PROMPT, GREEDY)) for _ in range(2)]
+        await inside.wait()
+        refused = failure(await gateway.event(await gateway.send(colocated=colocated_leg(PROMPT, GREEDY))))
+        assert refused.code is Code.QUEUE_FULL
+        assert refused.retry_after_s > 0
+        for attempt in waiting:
+            await gateway.abort(attempt)
+            assert failure(await gateway.event(attempt)).code is Code.CANCELLED
+        worker.clock.let_go()
+        _, last = await gateway.last(await gateway.send(colocated=colocated_leg(PROMPT, GREEDY)))
+        assert last.WhichOneof("event") == "finished"
+
+
+async def test_a_worker_without_kv_transfer_refuses_what_needs_it() -> None:
+    worker = await start_worker(None)
+    async with running(worker):
+        gateway = await worker.gateway()
+        attempt = await gateway.send(prefill=prefill_leg(PROMPT, GREEDY, new_grant()))
+        assert failure(await gateway.event(attempt)).code is Code.TRANSFER_REFUSED
+        attempt = await gateway.send(prefill=prefill_leg(PROMPT, GREEDY, None))
+        event = await gateway.event(attempt)
+        assert event.finished.finish_reason == "length"
+        assert len(event.finished.last.token_ids) == 1
+
+
+async def test_decode_is_refused_for_unknown_foreign_and_used_transfers() -> None:
+    async with pair_of() as pair:
+        grant = new_grant()
+        prepare = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+        sealed = (await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg(PROMPT, GREEDY, grant)))).sealed
+        await pair.to_d.event(prepare)
+        first = list(sealed.first.token_ids)
+
+        unknown = decode_leg(PROMPT, first, GREEDY, sealed.seal, allow_recompute=True)
+        unknown.transfer_id = bytes(16)
+        assert failure(await pair.to_d.event(await pair.to_d.send(decode=unknown))).code is Code.TRANSFER_REFUSED
+
+        # The KV is of another prompt of the same length: nothing may be decoded from it.
+        other = [PROMPT[0] + 1, *PROMPT[1:]]
+        foreign = failure(await pair.to_d.event(await pair.to_d.send(decode=decode_leg(other, first, GREEDY, sealed.seal))))
+        assert foreign.code is Code.TRANSFER_REFUSED
+        assert "token_hash" in foreign.message
+
+        used = failure(await pair.to_d.event(await pair.to_d.send(decode=decode_leg(PROMPT, first, GREEDY, sealed.seal))))
+        assert used.code is Code.TRANSFER_REFUSED
+        assert "released" in used.message
+        await pair.empty()
+        assert pair.d.events()["seal_mismatch"] == 1
+
+
+async def test_a_transfer_id_is_used_once() -> None:
+    async with pair_of() as pair:
+        pair.p.clock.hold()
+        grant = new_grant()
+        await pair.to_p.send(prefill=prefill_leg(PROMPT, GREEDY, grant))
+        first = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+        second = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+        assert failure(await pair.to_d.event(second)).code is Code.TRANSFER_REFUSED
+        pair.p.clock.let_go()
+        assert (await pair.to_d.event(first)).WhichOneof("event") == "staged"
+        await pair.to_d.release(grant.transfer_id)
+        third = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+        assert failure(await pair.to_d.event(third)).code is Code.TRANSFER_REFUSED
+        await pair.empty()
+
+
+# -- the stream -----------------------------------------------------------------------------------------------------------
+
+
+async def test_one_engine_step_leaves_in_one_frame() -> None:
+    worker = await start_worker(None)
+    async with running(worker):
+        gateway = await worker.gateway()
+        inside = worker.clock.hold()
+        attempts = [await gateway.send(colocated=colocated_leg([5 + i], GREEDY)) for i in range(8)]
+        await inside.wait()
+        await gateway.settled()
+        worker.clock.let_go()
+        for attempt in attempts:
+            await gateway.last(attempt)
+        # Whole steps of eight, several at once to a slower gateway; ragged are the refusal, the first leg's head start, its end.
+        assert len([events for events in gateway.frames if events % 8]) <= 3
+        assert len(gateway.frames) <= 3 + GREEDY.max_tokens
+
+
+async def test_a_gateway_that_does_not_read_holds_up_only_itself() -> None:
+    worker = await start_worker(None, worker_settings=WorkerSettings(max_pending_events=4))
+    async with running(worker):
+        sampling = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, logprobs=20)
+        quick = await worker.gateway()
+        expected = [await _tokens(quick, [5 + i], sampling) for i in range(4)]
+        # Without this gRPC would take in more than the legs have to say, and nobody would ever be slow.
+        window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
+        async with grpc.aio.insecure_channel(worker.address, options=window) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            call = stub.Stream()
+            legs = [colocated_leg([5 + i], sampling) for i in range(4)]
+            for leg in legs:
+                await call.write(worker_pb2.StreamRequest(colocated=leg))
+            # Every one of these finishes although the other gateway has not read a byte.
+            for _ in range(3):
+                await _tokens(quick, [90], sampling)
+            assert worker.engine.load().running == 0
+            assert len(worker.server.attempts) == 4
+            got: dict[str, list[int]] = {leg.header.attempt_id: [] for leg in legs}
+            open_legs = set(got)
+            while open_legs:
+                for event in (await call.read()).events:
+                    kind = event.WhichOneof("event")
+                    part = event.tokens if kind == "tokens" else event.finished.last
+                    got[event.attempt_id] += part.token_ids
+                    if kind == "finished":
+                        open_legs.remove(event.attempt_id)
+            assert [got[leg.header.attempt_id] for leg in legs] == expected
+            call.cancel()
+
+
+async def _tokens(gateway: Any, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    events, last = await gateway.last(await gateway.send(colocated=colocated_leg(prompt, sampling)))
+    return [t for e in events for t in e.tokens.token_ids] + list(last.finished.last.token_ids)
+
+
+async def test_late_duplicate_and_unknown_messages_are_counted() -> None:
+    worker = await start_worker(None)
+    async with running(worker):
+        gateway = await worker.gateway()
+        leg = colocated_leg(PROMPT, GREEDY)
+        attempt = await gateway.send(colocated=leg)
+        await gateway.send(colocated=leg)
+        await gateway.last(attempt)
+        nameless = colocated_leg(PROMPT, GREEDY)
+        nameless.header.attempt_id = ""
+        await gateway.send(colocated=nameless)
+        await gateway.abort(attempt)
+        await gateway.abort("never-was")
+        await gateway.release(bytes(16))
+        await gateway.call.write(worker_pb2.StreamRequest())
+        # The stream is in order: when this one is done, the others have been read.
+        await gateway.last(await gateway.send(colocated=colocated_leg(PROMPT, GREEDY)))
+        await worker.server.attempts.wait_idle()
+        events = worker.events()
+        assert events == {
+            "attempt_duplicate": 1,
+            "attempt_without_id": 1,
+            "abort_late": 1,
+            "abort_unknown": 1,
+            "release_unknown": 1,
+            "leg_empty": 1,
+        }
+        text = worker.server.metrics.exposition().decode()
+        assert 'splitpoint_worker_events_total{event="abort_unknown"} 1.0' in text
+        assert 'splitpoint_worker_legs_total{leg="colocated",outcome="ok"} 2.0' in text
+
+
+async def test_half_closing_lets_the_legs_finish() -> None:
+    worker = await start_worker(None)
+    async with running(worker):
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            call = stub.Stream()
+            await call.write(worker_pb2.StreamRequest(colocated=colocated_leg(PROMPT, GREEDY)))
+            await call.done_writing()
+            events = [event async for frame in call for event in frame.events]
+        assert events[-1].finished.finish_reason == "length"
+        assert sum(len(e.tokens.token_ids) for e in events) + len(events[-1].finished.last.token_ids) == 12
+        assert await call.code() is grpc.StatusCode.OK
+
+
+# -- life -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_drain_refuses_new_legs_and_waits_for_requests_and_leases() -> None:
+    async with pair_of() as pair:
+        grant = new_grant()
+        prepare = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+        sealed = (await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg(PROMPT, GREEDY, grant)))).sealed
+        assert (await pair.to_d.event(prepare)).WhichOneof("event") == "staged"
+        held = new_grant()
+        await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg(PROMPT, GREEDY, held)))
+
+        assert not await pair.p.server.drain(0.2)  # a lease is open
+        assert not await pair.d.server.drain(0.2)  # so is a transfer
+        for gateway in (pair.to_p, pair.to_d):
+            error = failure(await gateway.event(await gateway.send(colocated=colocated_leg(PROMPT, GREEDY))))
+            assert error.code is Code.DRAINING
+        # The request that is under way finishes.
+        first = list(sealed.first.token_ids)
+        _, last = await pair.to_d.last(await pair.to_d.send(decode=decode_leg(PROMPT, first, GREEDY, sealed.seal)))
+        assert last.WhichOneof("event") == "finished"
+        assert await pair.d.server.drain(5)
+        await pair.to_p.release(held.transfer_id)
+        assert await pair.p.server.drain(5)
+        pair.p.server.end_drain()
+        again = await pair.to_p.send(prefill=prefill_leg(PROMPT, GREEDY, None))
+        assert (await pair.to_p.event(again)).WhichOneof("event") == "finished"
+
+
+async def test_health_follows_serving_and_draining() -> None:
+    worker = await start_worker(None)
+    async with running(worker):
+        gateway = await worker.gateway()
+        stub = health_pb2_grpc.HealthStub(gateway.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        status = health_pb2.HealthCheckResponse
+        assert (await watch.read()).status == status.SERVING
+        worker.server.begin_drain()
+        assert (await watch.read()).status == status.NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == status.SERVING
+        worker.server.end_drain()
+        assert (await watch.read()).status == status.SERVING
+        watch.cancel()
+
+
+async def test_ranks_register_with_the_token_only() -> None:
+    async with pair_of() as pair:
+        stub = worker_pb2_grpc.WorkerServiceStub(pair.to_p.channel)
+        known = worker_pb2.RegisterRankRequest(endpoint=pair.p.ranks[0], world_size=1)
+        for metadata in ((), (("x-splitpoint-control-token", "wrong"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.RegisterRank(known, metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        known.endpoint.incarnation = "another"
+        with pytest.raises(grpc.aio.AioRpcError, match="is not this worker") as refused:
+            await stub.RegisterRank(known, metadata=(("x-splitpoint-control-token", TOKEN),))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest())
+        assert described.incarnation == pair.p.server.identity.incarnation
+        assert described.max_transfer_tokens == 64 * 8
+        assert list(described.transports) == ["grpc"]

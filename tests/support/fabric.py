@@ -83,7 +83,7 @@ class MemoryNode:
 
     def register(self, address: str, world_size: int) -> None:
         with grpc.insecure_channel(address) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             stub.RegisterRank(
                 worker_pb2.RegisterRankRequest(
                     endpoint=self.endpoint,

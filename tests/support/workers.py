@@ -30,7 +30,7 @@ from protos.splitpoint.v1 import kv_transfer_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.fabric import Fabric
 
 TOKEN = "control-token"
-BLOCK_BYTES = 256
+BLOCK_BYTES = 1024
 
 
 class StepClock:
@@ -39,6 +39,7 @@ class StepClock:
     def __init__(self) -> None:
         self._gate = asyncio.Event()
         self._gate.set()
+        self._single = False
         self.inside = asyncio.Event()
         self.steps = 0
 
@@ -50,6 +51,9 @@ class StepClock:
         if not self._gate.is_set():
             self.inside.set()
         await self._gate.wait()
+        if self._single:
+            self._single = False
+            self._gate.clear()
         await asyncio.sleep(0)
 
     def hold(self) -> asyncio.Event:
@@ -58,7 +62,15 @@ class StepClock:
         self.inside.clear()
         return self.inside
 
+    def one_step(self) -> asyncio.Event:
+        """End the held step and hold the next one; returns the event that is set when that is reached."""
+        self.inside.clear()
+        self._single = True
+        self._gate.set()
+        return self.inside
+
     def let_go(self) -> None:
+        self._single = False
         self._gate.set()
 
 
@@ -164,7 +176,11 @@ async def start_worker(
         rank_control=fabric.control if fabric is not None else RankControl if wire else None,
     )
     worker = SimWorker(server, clock)
-    worker.address = await server.start()
+    try:
+        worker.address = await server.start()
+    except BaseException:
+        await server.stop(grace_s=0)
+        raise
     return worker
 
 
@@ -183,9 +199,10 @@ class Gateway:
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.aio.insecure_channel(address)
-        self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.call = self.stub.Stream()
         self.frames: list[int] = []
+        self._writing = asyncio.Lock()
         self._events: dict[str, asyncio.Queue[worker_pb2.LegEvent]] = {}
         self._reader = asyncio.create_task(self._read())
 
@@ -201,7 +218,8 @@ class Gateway:
 
     async def send(self, **leg: Any) -> str:
         """Write one leg; returns its attempt id ("" for abort and release)."""
-        await self.call.write(worker_pb2.StreamRequest(**leg))
+        async with self._writing:
+            await self.call.write(worker_pb2.StreamRequest(**leg))
         message = next(iter(leg.values()))
         return message.header.attempt_id if hasattr(message, "header") else ""
 
@@ -217,6 +235,11 @@ class Gateway:
             if event.WhichOneof("event") != "tokens":
                 return events, event
             events.append(event)
+
+    async def settled(self) -> None:
+        """Returns when the worker has taken up every leg sent before: legs are read in order, and this one is refused at once."""
+        refused = await self.send(colocated=worker_pb2.ColocatedLeg(header=header()))
+        assert (await self.event(refused)).WhichOneof("event") == "failed"
 
     async def abort(self, attempt_id: str, reason: str = "client_left") -> None:
         await self.send(abort=worker_pb2.AbortLeg(attempt_id=attempt_id, reason=reason))
