@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -31,6 +30,8 @@ from kvtransfer.transports.base import Memory, TransportError
 UCX_ENVIRONMENT = {
     "UCX_MEMTYPE_CACHE": "n",  # the cache misses frees of CUDA memory by other libraries
     "UCX_RNDV_THRESH": "8192",  # above it a send completes only when the receiver has the bytes
+    "UCX_MM_ERROR_HANDLING": "y",  # lets shared memory carry endpoints with error handling
+    "UCX_KEEPALIVE_INTERVAL": "1s",
     "UCX_MAX_RNDV_RAILS": "1",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
@@ -226,7 +227,11 @@ class UcxCore:
         state = self._state
         while self._commands:
             self._commands.popleft()()
-        moved = sum(1 for _ in itertools.takewhile(bool, (state.worker.progress_once() for _ in range(PROGRESS_AT_ONCE))))
+        moved = False
+        for _ in range(PROGRESS_AT_ONCE):
+            if not state.worker.progress_once():
+                break
+            moved = True
         now = time.monotonic()
         if moved:
             state.moved_at = now
@@ -235,7 +240,7 @@ class UcxCore:
             state.swept_at = now
             self._sweep(now)
         pause = self._pause_s(now)
-        if pause == 0:
+        if pause == 0 or state.stopping:
             return
         with self._wake:
             if not self._commands:
@@ -267,7 +272,7 @@ class UcxCore:
         if endpoint is None:
             try:
                 address = ucx.UCXAddress.create_from_buffer(bytearray(peer.address))
-                endpoint = ucx.UCXEndpoint.create_from_worker_address(state.worker, address, not peer.same_host)
+                endpoint = ucx.UCXEndpoint.create_from_worker_address(state.worker, address, True)
             except (ucx.UCXError, RuntimeError, ValueError) as exc:
                 raise TransportError("refused", f"no UCX path to incarnation {peer.incarnation!r}: {exc}") from exc
             state.endpoints[peer] = endpoint
@@ -325,11 +330,12 @@ class UcxCore:
         if operation.cancelled:
             self._settle(operation, TransportError("closed", "given up before the payload was announced"))
             return
+        endpoint = state.endpoints.get(operation.peer)
+        if endpoint is None or not endpoint.alive:
+            self._settle(operation, TransportError("peer_lost", "the connection to the sender failed"))
+            return
         found = state.worker.tag_probe(tag)
         if not found.matched:
-            endpoint = state.endpoints.get(operation.peer)
-            if endpoint is None or not endpoint.alive:
-                self._settle(operation, TransportError("peer_lost", "the connection to the sender failed"))
             return
         expected = len(operation.memory)
         if found.length != expected:
@@ -338,11 +344,9 @@ class UcxCore:
             return
         operation.array = _array(operation.memory)
         try:
-            operation.request = self._endpoint(operation.peer).tag_recv(operation.array, tag)
+            operation.request = endpoint.tag_recv(operation.array, tag)
         except (ucx.UCXError, RuntimeError) as exc:
             self._settle(operation, TransportError("peer_lost", f"UCX refused to receive: {exc}"))
-        except TransportError as exc:
-            self._settle(operation, exc)
 
     def _sweep(self, now: float) -> None:
         """Take messages that nobody waits for off UCX's queue."""
@@ -374,9 +378,7 @@ class UcxCore:
         if endpoint is None:
             return
         self.counters["endpoints_closed"] += 1
-        if peer.same_host:
-            endpoint.close()  # close_blocking can hang here
-        else:
+        if endpoint.alive:  # closing one that has failed crashes ucxx
             endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
         self._quiet()
 
