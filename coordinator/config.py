@@ -24,9 +24,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from coordinator.gateway.client_config import WorkerClientSettings
 from coordinator.gateway.config import GatewaySettings
-from coordinator.routing.config import RoutingSettings
 from coordinator.routing.views import Role
 from decode.config import DecodeSettings
 from engine.config import EngineSettings
@@ -62,7 +60,7 @@ class CoordinatorSettings(BaseModel):
 
     ray_address: str = Field("embedded", description='"embedded": a private Ray of this launcher; else an address, or "auto".')
     node_ip: str = Field("127.0.0.1", description="Where an embedded Ray listens.")
-    state_dir: Path = Field(Path(".splitpoint"), description="Desired state (SQLite) and run manifests, on the head.")
+    state_dir: Path = Field(Path("runs"), description="On the head: desired state, and one folder per run (manifest, logs).")
     gateways: PositiveInt = Field(1, description="Gateway actors; the n-th adds n to each of the gateway's fixed ports.")
     heartbeat_interval_s: float = Field(1.0, gt=0)
     missed_heartbeats: PositiveInt = Field(3, description="Missed in a row before a worker is probed and, if silent, fenced.")
@@ -102,8 +100,6 @@ class Settings(BaseModel):
     decode: DecodeSettings = DecodeSettings()
     worker: WorkerSettings = WorkerSettings()
     gateway: GatewaySettings = GatewaySettings()
-    routing: RoutingSettings = RoutingSettings()
-    worker_client: WorkerClientSettings = WorkerClientSettings()
     pools: dict[str, PoolSettings] = Field(default_factory=_default_pools)
     coordinator: CoordinatorSettings = CoordinatorSettings()
     log_format: Literal["text", "json"] = "text"
@@ -137,6 +133,11 @@ class Settings(BaseModel):
         overrides = dict(self.pools[pool].engine)
         merged = _merge(self.engine.model_dump(), overrides)
         return EngineSettings.model_validate(merged)
+
+
+def served_model_name(settings: Settings) -> str:
+    """The id clients use for the model."""
+    return settings.gateway.served_model_name or settings.engine.served_model_name
 
 
 def load(
@@ -257,7 +258,7 @@ def _parse_sizes(tree: Mapping[str, Any], prefix: str, origins: Mapping[str, str
 
 def _problems(error: ValidationError, model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> list[str]:
     """One line per fault: path, what is wrong, where it was given."""
-    lines = []
+    lines: list[str] = []
     for fault in error.errors():
         cause = fault.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):

@@ -11,12 +11,14 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -45,6 +47,8 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
         LaunchError: nothing is left running.
     """
     _check_model(settings)
+    if settings.coordinator.ray_address == "embedded":
+        _check_ports(settings)
     with _exclusive(settings.coordinator.state_dir), _signals() as stop:
         record = manifest.collect(settings)
         path = record.write(settings.coordinator.state_dir)
@@ -124,6 +128,25 @@ def _check_model(settings: Settings) -> None:
         raise LaunchError(f"no model at {path}: run `splitpoint models fetch smollm2` or set engine.model_path")
 
 
+def _check_ports(settings: Settings) -> None:
+    """Say at once that a port is taken, not after the engines have been started."""
+    gateway = settings.gateway
+    for index in range(settings.coordinator.gateways):
+        for name in ("http", "grpc", "admin"):
+            host, port = getattr(gateway, f"{name}_host"), getattr(gateway, f"{name}_port")
+            if not port:
+                continue
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port + index))
+                except OSError as error:
+                    message = (
+                        f"gateway.{name}_port: {host}:{port + index} cannot be used ({error.strerror}); 0 takes any free one"
+                    )
+                    raise LaunchError(message) from error
+
+
 def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster: Cluster) -> Any:
     import ray
 
@@ -164,7 +187,9 @@ def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) 
                 progress.update(task, description=_describe(status))
                 _tell(status, told, progress.console.print)
                 if _is_ready(status, settings):
-                    return status
+                    if all(_healthy(g.http_address) for g in status.gateways):
+                        return status
+                    progress.update(task, description="waiting for the gateways to reach the workers")
                 failure = _failure(status)
                 if failure:
                     raise LaunchError(failure)
@@ -202,6 +227,14 @@ _FIRST_STARTS = 2
 def _is_ready(status: admin_pb2.GetStatusResponse, settings: Settings) -> bool:
     full = all(p.ready >= p.target for p in status.pools)
     return full and len(status.gateways) >= settings.coordinator.gateways
+
+
+def _healthy(address: str) -> bool:
+    """The gateway answers at the address it is said to have, and reaches workers."""
+    try:
+        return httpx.get(f"http://{address}/health", timeout=2.0, trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
 
 
 def _announce(status: admin_pb2.GetStatusResponse, console: Console, ready_file: Path | None) -> None:

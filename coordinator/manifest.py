@@ -54,8 +54,8 @@ class RunManifest:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True, default=str)
 
     def write(self, state_dir: Path) -> Path:
-        """Replaces `runs/RUN_ID.json` under `state_dir` in one step; returns its path. Raises `OSError`."""
-        path = state_dir / "runs" / f"{self.run_id}.json"
+        """Replaces `RUN_ID/manifest.json` under `state_dir` in one step; returns its path. Raises `OSError`."""
+        path = state_dir / self.run_id / "manifest.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(self.to_json() + "\n")

@@ -53,9 +53,9 @@ def joined(address: str, node_ip: str) -> Iterator[Cluster]:
     if address != "embedded":
         import ray
 
-        context = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         try:
-            yield Cluster(address=context.address_info["gcs_address"], temp_dir=None, num_gpus=_gpus())
+            yield Cluster(address=_address(), temp_dir=None, num_gpus=_gpus())
         finally:
             ray.shutdown()
         return
@@ -66,7 +66,7 @@ def joined(address: str, node_ip: str) -> Iterator[Cluster]:
             import ray
 
             with _slim_node():
-                context = ray.init(
+                ray.init(
                     address="local",
                     namespace=NAMESPACE,
                     include_dashboard=False,
@@ -79,7 +79,7 @@ def joined(address: str, node_ip: str) -> Iterator[Cluster]:
                 )
             processes = _children()
             try:
-                yield Cluster(address=context.address_info["gcs_address"], temp_dir=temp_dir, num_gpus=_gpus())
+                yield Cluster(address=_address(), temp_dir=temp_dir, num_gpus=_gpus())
             finally:
                 processes += _children()
                 ray.shutdown()
@@ -95,6 +95,12 @@ def remove_stale_directories() -> None:
         if match and not psutil.pid_exists(int(match[1])) and path.stat().st_uid == os.getuid():
             log.info("removing %s: its launcher is gone", path)
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _gpus() -> int:

@@ -19,13 +19,15 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from coordinator.config import Settings
+from coordinator.config import Settings, served_model_name
 from coordinator.manifest import RunManifest
 from coordinator.pools import admin
 from coordinator.pools.fleet import Fleet, Member
 from coordinator.pools.process import log_to
 from coordinator.pools.ray_cluster import NAMESPACE
 from coordinator.pools.ray_fleet import create_worker, end_worker, live_workers, wait_death
+from coordinator.pools.ray_gateway import GATEWAY_PREFIX, create_gateway, drain_gateways
+from coordinator.pools.ray_worker import WorkerActor
 from coordinator.pools.reconcile import (
     Action,
     Actual,
@@ -50,7 +52,6 @@ from protos.splitpoint.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 COORDINATOR_NAME = "coordinator"
-GATEWAY_PREFIX = "gateway/"
 _CALL_TIMEOUT_S = 5.0
 
 
@@ -67,7 +68,7 @@ class CoordinatorSpec:
     @property
     def log_dir(self) -> Path:
         """One file per actor of this run."""
-        return self.settings.coordinator.state_dir / "runs" / self.run_id
+        return self.settings.coordinator.state_dir / self.run_id
 
 
 def rules_of(settings: Settings) -> Rules:
@@ -88,8 +89,6 @@ class CoordinatorActor:
     """Made by `coordinator.launch` as `COORDINATOR_NAME`. All methods run on the actor's one event loop."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
-        from coordinator.pools.ray_worker import WorkerActor
-
         log_to(spec.log_dir / "coordinator.log", spec.settings.log_format)
         self._spec = spec
         self._worker_class = ray.remote(WorkerActor)
@@ -271,10 +270,8 @@ class CoordinatorActor:
 
     async def _ask_gateway(self, key: WorkerId, index: int) -> None:
         """Make it if it is not there (Ray restarts it by itself) and hear how it is."""
-        from coordinator.pools.ray_gateway import create_gateway
-
         try:
-            handle = await asyncio.to_thread(create_gateway, key, index, self._spec.settings)
+            handle = await asyncio.to_thread(create_gateway, key, index, self._spec.settings, self._spec.log_dir)
             self._gateways[key] = await asyncio.wait_for(handle.report.remote(), 60.0)
         except (RayError, TimeoutError, ValueError) as error:
             self._gateways.pop(key, None)
@@ -306,13 +303,13 @@ class CoordinatorActor:
     async def status(self) -> admin_pb2.GetStatusResponse:
         await self._ready.wait()
         views = self._fleet.views(time.monotonic())
-        model = self._spec.settings.engine.served_model_name
+        model = served_model_name(self._spec.settings)
         return admin.status(self._store.targets(), views, list(self._gateways.values()), model)
 
     async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus:
         """Raises `SplitpointError`: `NOT_FOUND`, `CONFLICT`."""
         await self._ready.wait()
-        whole = frozenset(role for tier in self._spec.settings.routing.colocated_roles for role in tier)
+        whole = frozenset(role for tier in self._spec.settings.gateway.routing.colocated_roles for role in tier)
         target = check_scale(self._store.targets(), pool, replicas, current, whole)
         self._store.put_target(target)
         log.info("pool %s is to have %d workers", pool, replicas)
@@ -343,7 +340,7 @@ class CoordinatorActor:
             SplitpointError: `CONFLICT` when one has blocks in use and kept them.
         """
         ready = [w for w, m in self._fleet.members.items() if m.record.state is WorkerState.READY and w in self._handles]
-        done = await asyncio.gather(*(self._handles[w].reset_prefix_cache.remote() for w in ready))
+        done: list[bool] = await asyncio.gather(*(self._handles[w].reset_prefix_cache.remote() for w in ready))
         kept = [w for w, ok in zip(ready, done, strict=True) if not ok]
         if kept:
             raise SplitpointError(Code.CONFLICT, f"blocks are in use on {', '.join(kept)}; nothing was reset there")
@@ -362,8 +359,12 @@ class CoordinatorActor:
         return None if handle is None else await asyncio.wait_for(handle.facts.remote(), _CALL_TIMEOUT_S)
 
     async def shutdown(self, timeout_s: float) -> None:
-        """Drain and stop every worker; start no more. Returns when all are gone, at the latest shortly after `timeout_s`."""
+        """Let the gateways finish what is in flight, then drain and stop every worker; start no more. Returns when all are
+        gone, at the latest shortly after `timeout_s`."""
         self._ending = True
+        end_s = time.monotonic() + timeout_s
+        await drain_gateways(list(self._gateways), timeout_s)
+        timeout_s = max(1.0, end_s - time.monotonic())
         for worker_id, member in list(self._fleet.members.items()):
             if member.record.state is not WorkerState.STARTING:
                 self._begin_drain(worker_id, timeout_s, "shutting down")

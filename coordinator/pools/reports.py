@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,12 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayReport:
-    """One gateway as it serves now. `membership_age_s` is how old its worker views are."""
+    """One gateway as it serves now. `membership_age_s` is how old its worker views are; `ready`: it reaches workers."""
 
     gateway_id: str
     http_address: str
     grpc_address: str
     admin_address: str
     in_flight: int
-    membership_age_s: float = 0.0
-    counters: dict[str, int] = field(default_factory=dict)
+    membership_age_s: float
+    ready: bool

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _STATUS_TIMEOUT_S = 2.0
 _TREE_EVERY_S = 5.0
 _LAST_WORDS_S = 5.0
-"""How long an ended worker waits for somebody to hear why."""
+"""How long an ended worker stays to say why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,6 @@ class WorkerProcess:
         self._refs = host.processes()
         self._refs_s = time.monotonic()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._heard = asyncio.Event()
         self._stop_reason: str | None = None
         self._stopping = asyncio.Event()
         self._beat_now = asyncio.Event()
@@ -84,16 +83,12 @@ class WorkerProcess:
 
     async def wait_ended(self) -> str:
         """Why the worker ended, once it has."""
-        reason = await asyncio.shield(self._ended)
-        self._heard.set()
-        return reason
+        return await asyncio.shield(self._ended)
 
     async def last_words(self) -> None:
-        """After `run`: give `wait_ended` callers a moment before the process exits."""
-        try:
-            await asyncio.wait_for(self._heard.wait(), _LAST_WORDS_S)
-        except TimeoutError:
-            log.warning("nobody heard why worker %s ended", self.spec.worker_id)
+        """After `run`: time for answers to leave this process. The coordinator kills it as soon as it has heard why it ended;
+        without a coordinator it exits after this."""
+        await asyncio.sleep(_LAST_WORDS_S)
 
     async def stop(self, reason: str) -> None:
         """End in order; returns when the engine has stopped."""

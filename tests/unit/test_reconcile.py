@@ -159,7 +159,7 @@ class TestLiveness:
 
 class TestDrain:
     def draining(self, **known: object) -> WorkerRecord:
-        return worker(state=WorkerState.DRAINING, **{"draining_until_s": NOW + 60, **known})
+        return worker("decode-1", WorkerState.DRAINING, **{"draining_until_s": NOW + 60, **known})
 
     def test_is_told_until_confirmed(self) -> None:
         [action] = run([target(replicas=0)], [self.draining()])

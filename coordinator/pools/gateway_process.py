@@ -1,0 +1,182 @@
+"""One gateway's life inside its actor: front ends over the core, admin port, membership. No Ray: the actor is a shell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import time
+from typing import Any
+
+import grpc.aio
+import uvicorn
+from grpc_reflection.v1alpha import reflection
+
+from coordinator.config import Settings, served_model_name
+from coordinator.gateway.core import GatewayCore
+from coordinator.gateway.frontend import FrontEnd, ServedModel
+from coordinator.gateway.grpc_front import build_grpc_server, server_options
+from coordinator.gateway.http import build_http_app
+from coordinator.gateway.membership import Poll
+from coordinator.gateway.metrics import GatewayMetrics
+from coordinator.gateway.tokenizer import TextTokenizer
+from coordinator.manifest import versions
+from coordinator.pools.admin import AdminBackend, AdminServicer
+from coordinator.pools.reports import GatewayReport
+from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_LISTEN_BACKLOG = 1024
+_CLOSE_GRACE_S = 2.0
+
+
+class GatewayProcess:
+    """`await start()`, `report()` as often as wanted, `await drain()`, `await stop()`. One event loop owns it."""
+
+    def __init__(self, gateway_id: str, index: int, settings: Settings, poll: Poll, admin: AdminBackend) -> None:
+        self._id = gateway_id
+        self._index = index
+        self._settings = settings
+        self._poll = poll
+        self._admin = admin
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._http: uvicorn.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
+        self._addresses: dict[str, str] = {}
+        self.core: GatewayCore | None = None
+        self._frontend: FrontEnd | None = None
+
+    async def start(self) -> None:
+        """Listen on all three ports and follow the membership.
+
+        Raises:
+            OSError: an HTTP port is taken or not ours.
+            RuntimeError: a gRPC port is.
+            ValueError: the checkpoint has no fast tokenizer.
+        """
+        settings = self._settings.gateway
+        tokenizer = await asyncio.to_thread(
+            TextTokenizer.load, self._settings.engine.model_path, inline_chars=settings.tokenize_inline_chars
+        )
+        name = served_model_name(self._settings)
+        installed = versions()
+        metrics = GatewayMetrics(name)
+        self.core = GatewayCore(settings, metrics)
+        self._frontend = FrontEnd(
+            settings=settings,
+            tokenizer=tokenizer,
+            model=served_model(self._settings, tokenizer),
+            metrics=metrics,
+            manifest=lambda: {"versions": installed},
+        )
+        self._spawn(self.core.membership.follow(self._poll), "membership")
+        await self._start_http(self.core, self._frontend)
+        await self._start_grpc(build_grpc_server(self.core, self._frontend), "grpc", settings.grpc_host, settings.grpc_port)
+        admin_server = grpc.aio.server(options=server_options(settings))
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._admin), admin_server)
+        service = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+        reflection.enable_server_reflection((service, reflection.SERVICE_NAME), admin_server)
+        await self._start_grpc(admin_server, "admin", settings.admin_host, settings.admin_port)
+        log.info("gateway %s serves %s at %s", self._id, name, self._addresses)
+
+    def report(self) -> GatewayReport:
+        """As it is now; only after `start`."""
+        assert self.core is not None
+        applied_s = self.core.membership.applied_s
+        return GatewayReport(
+            gateway_id=self._id,
+            http_address=self._addresses["http"],
+            grpc_address=self._addresses["grpc"],
+            admin_address=self._addresses["admin"],
+            in_flight=self.core.in_flight,
+            membership_age_s=time.monotonic() - applied_s if applied_s is not None else float("inf"),
+            ready=self.core.ready(),
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Say that it is not ready any more and wait for what is in flight. False when the time was over first."""
+        if self.core is None or self._frontend is None:
+            return True
+        self._frontend.draining.set()
+        return await self.core.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """End what is in flight, then every port. Idempotent."""
+        if self.core is not None:
+            await self.core.close()
+        await asyncio.gather(*(server.stop(_CLOSE_GRACE_S) for server in self._servers))
+        if self._http is not None:
+            self._http.should_exit = True
+        for task in self._tasks:
+            if task.get_name() != "http":
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _start_http(self, core: GatewayCore, frontend: FrontEnd) -> None:
+        settings = self._settings.gateway
+        listener = _listen(settings.http_host, self._port(settings.http_port))
+        config = uvicorn.Config(
+            build_http_app(core, frontend), loop="none", lifespan="off", log_config=None, access_log=False,
+            timeout_graceful_shutdown=int(_CLOSE_GRACE_S),
+        )  # fmt: skip
+        self._http = uvicorn.Server(config)
+        self._spawn(self._serve_http(listener), "http")
+        self._addresses["http"] = f"{settings.http_host}:{listener.getsockname()[1]}"
+
+    async def _serve_http(self, listener: socket.socket) -> None:
+        assert self._http is not None
+        with contextlib.closing(listener):
+            await self._http.serve(sockets=[listener])
+
+    async def _start_grpc(self, server: grpc.aio.Server, name: str, host: str, port: int) -> None:
+        bound = server.add_insecure_port(f"{host}:{self._port(port)}")
+        await server.start()
+        self._servers.append(server)
+        self._addresses[name] = f"{host}:{bound}"
+
+    def _port(self, port: int) -> int:
+        return port + self._index if port else 0
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        task.add_done_callback(_tell_fault)
+        self._tasks.append(task)
+
+
+def served_model(settings: Settings, tokenizer: TextTokenizer) -> ServedModel:
+    """What clients may ask of the model: the tightest limits of all pools."""
+    engine = settings.engine
+    config = engine.model_path / "config.json"
+    if engine.kind == "simulated":
+        vocab_size = engine.simulated.vocab_size
+    else:
+        vocab_size = int(json.loads(config.read_text()).get("vocab_size", tokenizer.vocab_size))
+    return ServedModel(
+        id=served_model_name(settings),
+        root=str(engine.model_path),
+        max_model_len=min(settings.engine_of(pool).max_model_len for pool in settings.pools),
+        vocab_size=vocab_size,
+        created_s=int(time.time()),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound here so that a taken port is an error at start, not a log line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(_LISTEN_BACKLOG)
+    return listener
+
+
+def _tell_fault(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("gateway task %s ended", task.get_name(), exc_info=task.exception())

@@ -1,0 +1,135 @@
+"""The gateway actor: a Ray shell around `GatewayProcess`. Stateless, so Ray restarts it; it watches membership by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from coordinator.config import Settings
+from coordinator.gateway.membership import MembershipSnapshot
+from coordinator.pools import admin
+from coordinator.pools.gateway_process import GatewayProcess
+from coordinator.pools.process import log_to
+from coordinator.pools.ray_cluster import NAMESPACE
+from coordinator.pools.reports import GatewayReport
+from protos.errors import SplitpointError
+from protos.splitpoint.v1 import admin_pb2
+
+log = logging.getLogger(__name__)
+
+GATEWAY_PREFIX = "gateway/"
+_COORDINATOR = "coordinator"
+_WATCH_S = 1.0
+_CALL_TIMEOUT_S = 5.0
+T = TypeVar("T")
+
+
+class GatewayActor:
+    """Starts by itself; `report` waits until it serves."""
+
+    def __init__(self, gateway_id: str, index: int, settings: Settings, log_dir: Path) -> None:
+        log_to(log_dir / f"gateway-{index}.log", settings.log_format)
+        self._process = GatewayProcess(gateway_id, index, settings, poll_membership, CoordinatorBackend())
+        self._start = asyncio.get_running_loop().create_task(self._process.start())
+
+    async def report(self) -> GatewayReport:
+        """Raises what `GatewayProcess.start` raised."""
+        await asyncio.shield(self._start)
+        return self._process.report()
+
+    async def drain(self, timeout_s: float) -> bool:
+        return await self._process.drain(timeout_s)
+
+    async def stop(self) -> None:
+        await self._process.stop()
+
+
+async def poll_membership(epoch: str, version: int) -> MembershipSnapshot:
+    """One long poll of the coordinator. Raises whatever Ray raises; the caller keeps its last known good."""
+    handle = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
+    reference: Any = handle.watch_membership.remote(epoch, version, _WATCH_S)
+    new_epoch, new_version, views = await asyncio.wait_for(reference, _WATCH_S + _CALL_TIMEOUT_S)
+    return MembershipSnapshot(epoch=new_epoch, version=new_version, workers=views)
+
+
+class CoordinatorBackend:
+    """`AdminBackend` by calls of the coordinator actor."""
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        return await _ask(lambda c: c.status.remote())
+
+    async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus:
+        return await _ask(lambda c: c.scale.remote(pool, replicas, current))
+
+    async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
+        return await _ask(lambda c: c.drain.remote(worker_id, timeout_s), None)
+
+    async def manifest(self) -> str:
+        return await _ask(lambda c: c.manifest.remote(), 30.0)
+
+    async def reset_prefix_caches(self) -> int:
+        return await _ask(lambda c: c.reset_prefix_caches.remote(), 30.0)
+
+
+async def _ask(call: Any, timeout_s: float | None = _CALL_TIMEOUT_S) -> Any:
+    """Raises `SplitpointError`: the coordinator's own, or that it does not answer."""
+    try:
+        handle = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
+        return await asyncio.wait_for(call(handle), timeout_s)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SplitpointError):
+            raise cause from None
+        raise
+    except (RayError, ValueError, TimeoutError) as error:
+        raise admin.unavailable(type(error).__name__) from error
+
+
+def create_gateway(gateway_id: str, index: int, settings: Settings, log_dir: Path) -> Any:
+    """The gateway's actor, made if it is not there."""
+    options = {
+        "name": gateway_id,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "get_if_exists": True,
+    }
+    return ray.remote(GatewayActor).options(**options).remote(gateway_id, index, settings, log_dir)
+
+
+async def drain_gateways(gateway_ids: Sequence[str], timeout_s: float) -> None:
+    """Wait, at most `timeout_s`, until nothing is in flight at any gateway. A gateway that is away has nothing in flight."""
+
+    async def drain(gateway_id: str) -> None:
+        try:
+            handle = await asyncio.to_thread(ray.get_actor, gateway_id, NAMESPACE)
+            done: bool = await asyncio.wait_for(handle.drain.remote(timeout_s), timeout_s + _CALL_TIMEOUT_S)
+        except (RayError, ValueError, TimeoutError) as error:
+            log.warning("draining %s: %s: %s", gateway_id, type(error).__name__, error)
+            return
+        if not done:
+            log.warning("%s still had requests in flight after %g s; they are ended", gateway_id, timeout_s)
+
+    pending: list[Awaitable[None]] = [drain(gateway_id) for gateway_id in gateway_ids]
+    await asyncio.gather(*pending)
+
+
+def end_gateways() -> None:
+    """Close every gateway's ports, then its process. For the launcher, from outside an event loop."""
+    for name in ray.util.list_named_actors():
+        if not name.startswith(GATEWAY_PREFIX):
+            continue
+        try:
+            handle = ray.get_actor(name, namespace=NAMESPACE)
+            ray.get(handle.stop.remote(), timeout=_CALL_TIMEOUT_S)
+        except (RayError, ValueError) as error:
+            log.warning("stopping %s: %s", name, type(error).__name__)
+        else:
+            ray.kill(handle, no_restart=True)
