@@ -101,7 +101,8 @@ def _build(path: str, kind: str, value: Any) -> Constraint:
         value = json.dumps(value)
         return Constraint(json_schema=_bounded(path, value))
     if not isinstance(value, str) or not value:
-        raise invalid(path, f"{path} must be a non-empty string, got {shown(value)}")
+        wanted = "a JSON schema, an object or its text" if kind == "json" else "a non-empty string"
+        raise invalid(path, f"{path} must be {wanted}, got {shown(value)}")
     check_unicode(path, _bounded(path, value))
     if kind == "json":
         check_schema(path, _loads(path, value))

@@ -59,7 +59,10 @@ class GenerationEndpoint:
             code = error.code.value
             if not exchange.streaming:
                 error.tokens_sent = 0
-            await exchange.fail(error)
+            if error.code is Code.BODY_TOO_LARGE:
+                await exchange.fail_unread(error, receive)
+            else:
+                await exchange.fail(error)
         except Exception as exc:
             # The boundary: whatever is left is a fault of ours, logged whole and shown to the client by its id.
             fault = internal_error(exc, f"POST {self._name}")

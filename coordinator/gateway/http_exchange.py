@@ -17,6 +17,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+LINGER_S = 5.0
+LINGER_BYTES = 64 * 1024 * 1024
+"""How long, and how far, the rest of a body that was refused is thrown away."""
+
 _STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -93,11 +97,29 @@ class Exchange:
         """End with `error`: its status if nothing was sent yet, else an error event."""
         if self.streaming:
             await self.end_events(error_event(error))
-            return
-        headers = error_headers(error)
-        if error.code is Code.BODY_TOO_LARGE:
-            headers.append((b"connection", b"close"))  # the rest of the body is not read
-        await self.whole(error.status.http, headers, error_body(error))
+        else:
+            await self.whole(error.status.http, error_headers(error), error_body(error))
+
+    async def fail_unread(self, error: SplitpointError, receive: Receive) -> None:
+        """End with `error` although the body was not read to its end, and close the connection.
+
+        What still comes is thrown away for a while: closing with unread bytes would reset the connection, and a client that is
+        still writing would never see the reply.
+        """
+        body = error_body(error)
+        length = (b"content-length", str(len(body)).encode())
+        headers = [*error_headers(error), *self.headers, length, (b"connection", b"close")]
+        await self._send({"type": "http.response.start", "status": error.status.http, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                discarded = 0
+                more = True
+                while more and discarded < LINGER_BYTES:
+                    message = await receive()
+                    discarded += len(message.get("body", b""))
+                    more = message.get("more_body", False)
+        await self._send({"type": "http.response.body", "body": b""})
 
     @contextlib.asynccontextmanager
     async def kept_alive(self, interval_s: float) -> AsyncIterator[None]:
