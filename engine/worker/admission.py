@@ -65,13 +65,15 @@ class Admission:
 
     def started(self, ticket: Ticket, now_s: float) -> None:
         """The request has its first token and waits no more; teaches the refusal's guess. Idempotent."""
+        previous_s = self._last_start_s
         if not self.left(ticket):
             return
-        if self._last_start_s is not None and now_s > self._last_start_s:
-            rate = ticket.tokens / (now_s - self._last_start_s)
+        if previous_s is not None and now_s > previous_s:
+            rate = ticket.tokens / (now_s - previous_s)
             known = self._tokens_per_s
             self._tokens_per_s = rate if known is None else known + _SMOOTHING * (rate - known)
-        self._last_start_s = now_s
+        if self._waiting:
+            self._last_start_s = now_s
 
     def left(self, ticket: Ticket) -> bool:
         """The request ended some other way. Idempotent; True when it was still waiting."""

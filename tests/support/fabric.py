@@ -28,7 +28,7 @@ class Slot:
 
 
 class Fabric:
-    """All nodes of one test, by address. `hold` shuts an operation's door ("reserve", "pull") until `let_go`."""
+    """All nodes of one test, by address. `hold` shuts an operation's door ("reserve", "pull", "status") until `let_go`."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, MemoryNode] = {}
@@ -238,6 +238,7 @@ class MemoryControl:
         return any(known)
 
     async def status(self) -> list[kv.GetNodeStatusResponse]:
+        await self.fabric.door("status")
         return [kv.GetNodeStatusResponse(leases=len(n.send), sessions=len(n.receive)) for n in self._nodes()]
 
     async def close(self) -> None: ...

@@ -1,0 +1,75 @@
+"""What a worker says of itself, in one value: for its Ray actor's heartbeats, and for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.worker.server import WorkerServer
+from protos.errors import SplitpointError
+from protos.splitpoint.v1 import kv_transfer_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHeartbeat:
+    """A snapshot. `running` are requests in the engine's batch; `waiting` are all other legs: in the engine's queue, or
+    outside it for staging or for KV. `leases` is zero exactly when a drain need not wait for any (rule 10)."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    serving: bool
+    draining: bool
+    running: int = 0
+    waiting: int = 0
+    leases: int = 0
+    kv_usage: float = 0.0
+    send_staging_used: float = 0.0
+    """Share of the fullest rank, quarantined bytes included."""
+    receive_staging_used: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+    """The worker's events, and its ranks' added up under `rank_...`."""
+    dead: str = ""
+    """Why the engine cannot serve any more."""
+    detail: str = ""
+    """A rank that does not answer."""
+
+
+async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
+    """Ask the engine and the ranks, each at most `timeout_s`. Never raises for a rank or an engine that is silent or dead."""
+    counters = dict(server.metrics.events)
+    leases, send, receive, detail = server.open_transfers(), 0.0, 0.0, ""
+    try:
+        ranks = await server.rank_status(timeout_s)
+    except (TimeoutError, SplitpointError) as error:
+        server.metrics.event("status_failed")
+        detail = f"a rank does not answer: {error or 'timed out'}"
+    else:
+        leases = max([leases, *(r.leases + r.sessions for r in ranks)])
+        send = max((_share(r.send) for r in ranks), default=0.0)
+        receive = max((_share(r.receive) for r in ranks), default=0.0)
+        for rank in ranks:
+            for name, value in rank.counters.items():
+                counters[f"rank_{name}"] = counters.get(f"rank_{name}", 0) + value
+    load = server.engine.load() if server.engine is not None else None
+    running = load.running if load is not None else 0
+    return WorkerHeartbeat(
+        worker_id=server.identity.worker_id,
+        incarnation=server.identity.incarnation,
+        address=server.address,
+        serving=server.serving,
+        draining=server.draining,
+        running=running,
+        waiting=max(load.waiting if load is not None else 0, len(server.attempts) - running),
+        leases=leases,
+        kv_usage=load.kv_usage if load is not None else 0.0,
+        send_staging_used=send,
+        receive_staging_used=receive,
+        counters=counters,
+        dead=str(server.engine_death or ""),
+        detail=detail,
+    )
+
+
+def _share(staging: kv_transfer_pb2.StagingStatus) -> float:
+    used = staging.used_bytes + staging.quarantined_bytes
+    return used / staging.capacity_bytes if staging.capacity_bytes else 0.0

@@ -1,0 +1,64 @@
+"""What a worker says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.sampling import SamplingParams
+from engine.worker.heartbeat import heartbeat
+from tests.support.pair import pair_of
+from tests.support.workers import colocated_leg, new_grant, prefill_leg
+
+pytestmark = pytest.mark.timeout(60)
+
+SAMPLING = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+PROMPT = list(range(10, 60))
+
+
+async def test_a_heartbeat_counts_what_runs_waits_and_is_leased() -> None:
+    async with pair_of(wire=True) as pair:
+        idle = await heartbeat(pair.p.server, 5)
+        assert idle.serving
+        assert (idle.running, idle.waiting, idle.leases, idle.kv_usage) == (0, 0, 0, 0.0)
+        assert (idle.send_staging_used, idle.receive_staging_used, idle.dead, idle.detail) == (0.0, 0.0, "", "")
+
+        grant = new_grant()
+        await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg(PROMPT, SAMPLING, grant)))
+        inside = pair.p.clock.hold()
+        for _ in range(9):  # one more than the engine's batch
+            await pair.to_p.send(colocated=colocated_leg(PROMPT, SAMPLING))
+        await inside.wait()
+        await pair.to_p.settled()
+        busy = await heartbeat(pair.p.server, 5)
+        assert busy.running + busy.waiting == 9
+        assert busy.running >= 1
+        assert busy.leases == 1
+        assert busy.kv_usage > 0
+        assert 0 < busy.send_staging_used < 1
+        assert busy.receive_staging_used == 0
+
+        pair.p.clock.let_go()
+        await pair.to_p.release(grant.transfer_id)
+        await pair.empty()
+        pair.p.server.begin_drain()
+        drained = await heartbeat(pair.p.server, 5)
+        assert (drained.serving, drained.draining, drained.leases) == (False, True, 0)
+
+
+async def test_a_heartbeat_names_a_dead_engine_and_a_silent_rank() -> None:
+    async with pair_of() as pair:
+        assert pair.fabric is not None
+        attempt = await pair.to_p.send(colocated=colocated_leg(PROMPT, SAMPLING))
+        pair.p.clock.hold()
+        pair.p.engine.crash("killed by a test")
+        async with asyncio.timeout(10):
+            await pair.to_p.last(attempt)
+        pair.fabric.hold("status")
+        beat = await heartbeat(pair.p.server, 0.05)
+        pair.fabric.let_go("status")
+        assert "killed by a test" in beat.dead
+        assert not beat.serving
+        assert "rank does not answer" in beat.detail
+        assert beat.counters["engine_died"] == 1
