@@ -38,7 +38,7 @@ class GatewayCore:
         self.metrics = metrics
         self.clock = clock
         self.router = Router(settings.routing, rng or random.Random())
-        self.membership = Membership(self.router, settings.worker_client, clock=clock)
+        self.membership = Membership(self.router, settings.worker_client, clock=clock, on_event=metrics.event)
         self.running: set[RunningChoice] = set()
         """Choices that have started and not ended."""
         metrics.before_exposition = self.refresh_gauges

@@ -33,12 +33,23 @@ Poll = Callable[[str, int], Awaitable[MembershipSnapshot | None]]
 
 
 class Membership:
-    """Belongs to one event loop. Feed it by `apply`, or let `follow` poll a coordinator."""
+    """Belongs to one event loop. Feed it by `apply`, or let `follow` poll a coordinator.
 
-    def __init__(self, router: Router, settings: WorkerClientSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `on_event(name)`: "membership_stale", "membership_poll_failed" and what its worker clients tell.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        settings: WorkerClientSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_event: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self._router = router
         self._settings = settings
         self._clock = clock
+        self._on_event = on_event
         self._clients: dict[Incarnation, WorkerClient] = {}
         self._views: tuple[WorkerView, ...] = ()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -47,8 +58,6 @@ class Membership:
         self.epoch = ""
         self.applied_s: float | None = None
         """When the last snapshot or "nothing new" came, by this gateway's clock."""
-        self.stale_snapshots = 0
-        self.poll_failures = 0
 
     @property
     def views(self) -> tuple[WorkerView, ...]:
@@ -70,7 +79,7 @@ class Membership:
             if snapshot.version == self.version:
                 self.applied_s = self._clock()
             else:
-                self.stale_snapshots += 1
+                self._on_event("membership_stale")
             return False
         self.epoch, self.version = snapshot.epoch, snapshot.version
         self.applied_s = self._clock()
@@ -97,6 +106,7 @@ class Membership:
             settings=self._settings,
             clock=self._clock,
             on_reachable=self._router.load.set_reachable,
+            on_event=self._on_event,
         )
         self._clients[view.incarnation] = client
         client.start()
@@ -121,7 +131,7 @@ class Membership:
                 snapshot = await poll(self.epoch, self.version)
             except Exception as error:
                 # Whatever the coordinator's client raises: traffic goes on with what is known.
-                self.poll_failures += 1
+                self._on_event("membership_poll_failed")
                 log.warning("membership_poll_failed", error=repr(error), version=self.version, retry_s=pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, POLL_BACKOFF_S[1])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -28,21 +28,12 @@ ENDINGS = frozenset({"sealed", "staged", "finished", "failed"})
 log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
-class ClientCounters:
-    """Totals since the client was made."""
-
-    connects: int = 0
-    losses: int = 0
-    unknown_events: int = 0
-    dropped_frames: int = 0
-    sink_faults: int = 0
-
-
 class WorkerClient:
     """Belongs to one event loop. `start` before use, `close` at the end; neither blocks on the worker.
 
-    `on_reachable(incarnation, bool)` is called whenever the stream comes up or goes down.
+    `on_reachable(incarnation, bool)` is called whenever the stream comes up or goes down, `on_event(name)` for everything that
+    must not stay silent: "worker_stream_lost", "unknown_leg_event", "worker_frame_dropped", "leg_sink_failed". `counts` holds
+    the same names.
     """
 
     def __init__(
@@ -54,16 +45,18 @@ class WorkerClient:
         settings: WorkerClientSettings,
         clock: Callable[[], float],
         on_reachable: Callable[[Incarnation, bool], None] = lambda incarnation, up: None,
+        on_event: Callable[[str], None] = lambda name: None,
         rng: random.Random | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.address = address
-        self.counters = ClientCounters()
+        self.counts: Counter[str] = Counter()
         self.connected = False
         self._settings = settings
         self._clock = clock
         self._on_reachable = on_reachable
+        self._on_event = on_event
         self._rng = rng or random.Random()
         self._sinks: dict[str, LegSink] = {}
         # Keyed so that an abort can take back a leg that was never written.
@@ -131,11 +124,11 @@ class WorkerClient:
 
     def _put_control(self, request: worker_pb2.StreamRequest) -> None:
         if self._closing and not self.connected:
-            self.counters.dropped_frames += 1
+            self._count("worker_frame_dropped")
             return
         if len(self._waiting) >= 2 * self._settings.max_waiting_frames:
             # The worker has not read for thousands of frames: keepalive or its lease's end will free what it holds.
-            self.counters.dropped_frames += 1
+            self._count("worker_frame_dropped")
             self._log.warning("worker_frame_dropped", frame=request.WhichOneof("leg"))
             return
         self._frame_number += 1
@@ -166,7 +159,7 @@ class WorkerClient:
             except SplitpointError as error:
                 reason = error.message
             self._set_connected(False)
-            self.counters.losses += 1
+            self._count("worker_stream_lost")
             self._log.warning("worker_stream_lost", reason=reason, legs=len(self._sinks))
             self._lose(reason)
             if self._clock() - began_s > self._settings.backoff_max_s:
@@ -186,7 +179,6 @@ class WorkerClient:
                 # A port can be taken over by another process: its KV and its attempts are not this incarnation's.
                 raise SplitpointError(Code.WORKER_LOST, f"incarnation {who.incarnation} answers at this address")
             call = stub.Stream()
-            self.counters.connects += 1
             self._set_connected(True)
             writer = asyncio.create_task(self._write(call), name=f"worker-writer-{self.worker_id}")
             try:
@@ -210,7 +202,7 @@ class WorkerClient:
         over = event.WhichOneof("event") in ENDINGS
         sink = self._sinks.pop(attempt_id, None) if over else self._sinks.get(attempt_id)
         if sink is None:
-            self.counters.unknown_events += 1
+            self._count("unknown_leg_event")
             return
         self._hand(sink, event, arrived_s)
 
@@ -219,7 +211,7 @@ class WorkerClient:
             sink(event, arrived_s)
         except Exception:
             # One request's fault must not end the stream that all of them share.
-            self.counters.sink_faults += 1
+            self._count("leg_sink_failed")
             self._log.exception("leg_sink_failed", attempt_id=event.attempt_id)
 
     async def _write(self, call: Any) -> None:
@@ -249,6 +241,10 @@ class WorkerClient:
         now_s = self._clock()
         for attempt_id, sink in sinks.items():
             self._hand(sink, worker_pb2.LegEvent(attempt_id=attempt_id, failed=detail), now_s)
+
+    def _count(self, name: str) -> None:
+        self.counts[name] += 1
+        self._on_event(name)
 
     def _set_connected(self, connected: bool) -> None:
         if connected != self.connected:
