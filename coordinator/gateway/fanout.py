@@ -44,8 +44,12 @@ async def run_choices(core: Core, choices: Sequence[Choice]) -> AsyncGenerator[D
 
 async def _one(core: Core, choice: Choice) -> AsyncGenerator[Deltas, None]:
     generation = choice.generation = core.submit(choice.submission)
-    async for event in generation:
-        if isinstance(event, Tokens):
+    events = aiter(generation)
+    try:
+        async for event in events:
+            if not isinstance(event, Tokens):
+                yield choice, [choice.end(event)]
+                continue
             deltas = choice.tokens(event)
             if choice.finished:
                 # A stop string matched. The engine does not know it, so the generation is ended from here, after the client
@@ -54,13 +58,14 @@ async def _one(core: Core, choice: Choice) -> AsyncGenerator[Deltas, None]:
                     yield choice, deltas
                 finally:
                     await generation.close("stop")
-                    choice.ended = True
-                return
+                break
             if deltas:
                 yield choice, deltas
-        else:
-            yield choice, [choice.end(event)]
-    choice.ended = True
+        choice.ended = True
+    finally:
+        # A generator that is only dropped ends when it is collected, which may be any time later.
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
 
 
 async def _many(core: Core, choices: Sequence[Choice]) -> AsyncGenerator[Deltas, None]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from coordinator.gateway.detokenize import Detokenizer
+from coordinator.gateway.tokenizer import TextTokenizer
 from tests.support.gateway import eos_id, ids_of, tiny_tokenizer
 
 TEXT = "hello wörld 漢字 🇩🇪 the 👩‍💻 end \u00e9\u0301 \ufffd literal"
@@ -123,3 +126,18 @@ def test_token_bytes_are_the_true_bytes() -> None:
     assert b"".join(tokenizer.token_bytes(i) for i in ids_of(TEXT)) == TEXT.encode()
     assert tokenizer.token_bytes(eos_id()) == b"<|im_end|>"
     assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_real_tokenizer_at_every_split(checkpoint: Path) -> None:
+    tokenizer = TextTokenizer.load(checkpoint)
+    assert tokenizer.eos_token_ids == {tokenizer.primary_eos_token_id} == {tokenizer.backend.token_to_id("<|im_end|>")}
+    ids = tokenizer.backend.encode(TEXT, add_special_tokens=False).ids
+    assert b"".join(tokenizer.token_bytes(i) for i in ids) == TEXT.encode()
+    for cut in range(len(ids) + 1):
+        prompt_text = tokenizer.decode(ids[:cut])
+        shown = len(prompt_text) if TEXT.startswith(prompt_text) else len(prompt_text.rstrip("\ufffd"))
+        assert prompt_text[:shown] + fed(tokenizer.detokenizer(ids[:cut], skip_special_tokens=True), ids[cut:]) == TEXT
+    rendered = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    assert rendered.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
