@@ -226,9 +226,10 @@ def _print_status(reply: admin_pb2.GetStatusResponse, console: Console) -> None:
     from rich.table import Table
 
     console.print(f"model {reply.model}")
-    pools = Table("pool", "role", "target", "ready", "starting", "draining", title="pools", title_justify="left")
+    pools = Table("pool", "role", "target", "ready", "starting", "draining", "trouble", title="pools", title_justify="left")
     for p in reply.pools:
-        pools.add_row(p.name, p.role, str(p.target), str(p.ready), str(p.starting), str(p.draining))
+        trouble = f"{p.failures} failed starts; {p.detail}" if p.failures else ""
+        pools.add_row(p.name, p.role, str(p.target), str(p.ready), str(p.starting), str(p.draining), trouble)
     workers = Table(
         "worker", "state", "incarnation", "address", "pid", "running", "waiting", "leases", "KV used", "heard", "detail",
         title="workers", title_justify="left",

@@ -31,6 +31,7 @@ from protos.splitpoint.v1 import admin_pb2
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_MAX_FAILURES = 3
 _CALL_TIMEOUT_S = 5.0
 
 
@@ -124,8 +125,9 @@ def _exclusive(state_dir: Path) -> Iterator[None]:
 
 def _check_model(settings: Settings) -> None:
     path = settings.engine.model_path
-    if settings.engine.kind == "vllm" and not (path / "config.json").is_file():
-        raise LaunchError(f"no model at {path}: run `splitpoint models fetch smollm2` or set engine.model_path")
+    needed = "config.json" if settings.engine.kind == "vllm" else "tokenizer.json"
+    if not (path / needed).is_file():
+        raise LaunchError(f"no {needed} at {path}: run `splitpoint models fetch smollm2` or set engine.model_path")
 
 
 def _check_ports(settings: Settings) -> None:
@@ -190,7 +192,7 @@ def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) 
                     if all(_healthy(g.http_address) for g in status.gateways):
                         return status
                     progress.update(task, description="waiting for the gateways to reach the workers")
-                failure = _failure(status)
+                failure = _failure(status) or "; ".join(ray.get(handle.gateway_faults.remote(), timeout=_CALL_TIMEOUT_S))
                 if failure:
                     raise LaunchError(failure)
             if time.monotonic() > until_s:
@@ -214,14 +216,11 @@ def _tell(status: admin_pb2.GetStatusResponse, told: set[str], say: Callable[[st
 
 
 def _failure(status: admin_pb2.GetStatusResponse) -> str:
-    """Engines that die on their first start will do so again: say why instead of trying until the time is up."""
-    names = [w.worker_id for w in status.workers]
-    repeated = [n for n in names if int(n.rpartition("-")[2]) > _FIRST_STARTS + max(p.target for p in status.pools)]
-    dead = [f"{w.worker_id}: {w.detail}" for w in status.workers if w.state == WorkerState.DEAD]
-    return f"engines keep dying: {'; '.join(dead) or ', '.join(repeated)}" if repeated else ""
-
-
-_FIRST_STARTS = 2
+    """Engines that die start after start will go on so: say why instead of trying until the time is up."""
+    broken = [
+        f"pool {p.name}: {p.failures} starts failed, the last: {p.detail}" for p in status.pools if p.failures >= _MAX_FAILURES
+    ]
+    return "; ".join(broken)
 
 
 def _is_ready(status: admin_pb2.GetStatusResponse, settings: Settings) -> bool:

@@ -96,8 +96,8 @@ def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
     )
 
 
-def pool_status(target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
-    """One pool's target beside what it has."""
+def pool_status(target: PoolTarget, views: Sequence[WorkerView], failures: int, detail: str) -> admin_pb2.PoolStatus:
+    """One pool's target beside what it has; `failures` starts failed in a row, the last for the reason `detail`."""
     states = [view.state for view in views if view.pool == target.name]
     return admin_pb2.PoolStatus(
         name=target.name,
@@ -106,18 +106,20 @@ def pool_status(target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.Po
         ready=states.count(WorkerState.READY),
         starting=states.count(WorkerState.STARTING),
         draining=states.count(WorkerState.DRAINING),
+        failures=failures,
+        detail=detail if failures else "",
     )
 
 
 def status(
-    targets: Sequence[PoolTarget],
+    pools: Sequence[admin_pb2.PoolStatus],
     views: Sequence[WorkerView],
     gateways: Sequence[GatewayReport],
     model: str,
 ) -> admin_pb2.GetStatusResponse:
     """Everything at one moment."""
     return admin_pb2.GetStatusResponse(
-        pools=[pool_status(target, views) for target in targets],
+        pools=pools,
         workers=[worker_status(view) for view in views],
         gateways=[
             admin_pb2.GatewayStatus(

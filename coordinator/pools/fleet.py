@@ -17,6 +17,9 @@ from protos.ids import Incarnation, WorkerId
 
 log = logging.getLogger(__name__)
 
+_PLACED_S = 20.0
+"""An actor that has said nothing for so long is worth a word to the operator."""
+
 _HEALTHY_LIFE_S = 60.0
 """A worker that died after serving for this long starts a new series of failures."""
 
@@ -36,6 +39,8 @@ class Member:
         record = self.record
         detail = record.dead_reason
         if self.beat is None:
+            if not detail and now_s - record.created_s > _PLACED_S:
+                detail = "not placed yet: no node has its bundles free, or its process is still starting"
             return WorkerView(
                 worker_id=record.worker_id,
                 incarnation=Incarnation(""),
@@ -66,6 +71,8 @@ class Fleet:
     def __init__(self) -> None:
         self.members: dict[WorkerId, Member] = {}
         self.backoff: dict[str, Backoff] = {}
+        self.failures: dict[str, str] = {}
+        """Why each pool's last worker failed, as long as its backoff runs."""
         self._gone: set[WorkerId] = set()
         self.epoch = secrets.token_hex(4)
         """Names this table's life: versions rise within it and mean nothing in another."""
@@ -169,6 +176,7 @@ class Fleet:
             lived_s = 0.0 if member.ready_s is None else now_s - member.ready_s
             before = self.backoff.get(pool, Backoff()) if lived_s < _HEALTHY_LIFE_S else Backoff()
             self.backoff[pool] = before.failed(now_s)
+            self.failures[pool] = f"{worker_id}: {reason}"
         member.record = replace(member.record, state=WorkerState.DEAD, dead_reason=reason)
         self._bump()
         return True

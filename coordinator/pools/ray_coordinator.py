@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import grpc.aio
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from coordinator.config import Settings, served_model_name
 from coordinator.manifest import RunManifest
@@ -31,6 +32,7 @@ from coordinator.pools.ray_worker import WorkerActor
 from coordinator.pools.reconcile import (
     Action,
     Actual,
+    Backoff,
     DrainWorker,
     FenceWorker,
     ForgetWorker,
@@ -102,10 +104,12 @@ class CoordinatorActor:
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
         self._gateways: dict[str, GatewayReport] = {}
+        self._gateway_faults: dict[str, str] = {}
         self._ending = False
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
+        self._loop_task.add_done_callback(_end_process)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -258,7 +262,19 @@ class CoordinatorActor:
         self._handles.pop(worker_id, None)
         self._finals[worker_id] = admin.worker_status(member.view(time.monotonic()))
         self._fleet.forget(worker_id)
+        if member.beat is not None:
+            await self._tell_peers(member.beat.view.incarnation)
         log.info("worker %s is gone: %s", worker_id, reason)
+
+    async def _tell_peers(self, incarnation: str) -> None:
+        """The process is known dead, so staging that the others hold back for its sake may be used again (rule 13)."""
+        others = [self._handles[w] for w, m in self._fleet.members.items() if w in self._handles and m.ready_s is not None]
+        told = await asyncio.gather(
+            *(asyncio.wait_for(h.peer_died.remote(incarnation), _CALL_TIMEOUT_S) for h in others), return_exceptions=True
+        )
+        for error in told:
+            if isinstance(error, BaseException):
+                log.warning("telling a worker that %s is dead: %s: %s", incarnation, type(error).__name__, error)
 
     # -- gateways ------------------------------------------------------------------------------------------------------
 
@@ -273,8 +289,11 @@ class CoordinatorActor:
         try:
             handle = await asyncio.to_thread(create_gateway, key, index, self._spec.settings, self._spec.log_dir)
             self._gateways[key] = await asyncio.wait_for(handle.report.remote(), 60.0)
+            self._gateway_faults.pop(key, None)
         except (RayError, TimeoutError, ValueError) as error:
             self._gateways.pop(key, None)
+            if isinstance(error, RayTaskError):
+                self._gateway_faults[key] = f"{key}: {error.cause}"
             log.warning("gateway %s: %s: %s", key, type(error).__name__, error)
         finally:
             await asyncio.sleep(self._rules.heartbeat_interval_s)
@@ -304,7 +323,16 @@ class CoordinatorActor:
         await self._ready.wait()
         views = self._fleet.views(time.monotonic())
         model = served_model_name(self._spec.settings)
-        return admin.status(self._store.targets(), views, list(self._gateways.values()), model)
+        pools = [self._pool_status(target, views) for target in self._store.targets()]
+        return admin.status(pools, views, list(self._gateways.values()), model)
+
+    def _pool_status(self, target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
+        backoff = self._fleet.backoff.get(target.name, Backoff())
+        return admin.pool_status(target, views, backoff.failures, self._fleet.failures.get(target.name, ""))
+
+    async def gateway_faults(self) -> list[str]:
+        """Why gateways cannot start, one line each."""
+        return list(self._gateway_faults.values())
 
     async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus:
         """Raises `SplitpointError`: `NOT_FOUND`, `CONFLICT`."""
@@ -314,7 +342,7 @@ class CoordinatorActor:
         self._store.put_target(target)
         log.info("pool %s is to have %d workers", pool, replicas)
         self._wake.set()
-        return admin.pool_status(target, self._fleet.views(time.monotonic()))
+        return self._pool_status(target, self._fleet.views(time.monotonic()))
 
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
         """Returns when the worker is gone. Its pool's target stays, so a replacement follows. `timeout_s` 0: the default.
@@ -373,6 +401,12 @@ class CoordinatorActor:
         until_s = time.monotonic() + timeout_s + 4 * _CALL_TIMEOUT_S
         while self._fleet.members and time.monotonic() < until_s:
             await self._fleet.next_change(1.0)
+
+
+def _end_process(task: asyncio.Task[None]) -> None:
+    """A coordinator whose loop has ended decides nothing any more; Ray starts another, which learns everything anew."""
+    log.critical("the reconcile loop ended", exc_info=None if task.cancelled() else task.exception())
+    os._exit(1)
 
 
 async def _answers(view: WorkerView, timeout_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -93,6 +94,8 @@ async def _ask(call: Any, timeout_s: float | None = _CALL_TIMEOUT_S) -> Any:
 
 def create_gateway(gateway_id: str, index: int, settings: Settings, log_dir: Path) -> Any:
     """The gateway's actor, made if it is not there."""
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(gateway_id, namespace=NAMESPACE)
     options = {
         "name": gateway_id,
         "namespace": NAMESPACE,

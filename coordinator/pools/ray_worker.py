@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -27,7 +28,9 @@ class WorkerActor:
         if not ray.get_gpu_ids():
             use_cores(spec.slot, settings.engine_of(spec.pool).omp_threads, pin=settings.coordinator.pin_cpus)
         context = ray.get_runtime_context()
-        host = Host(node_id=context.get_node_id(), node_ip=node_ip(context.get_node_id()), push=_push, processes=process_tree)
+        host = Host(
+            node_id=context.get_node_id(), node_ip=node_ip(context.get_node_id()), push=Pusher().push, processes=process_tree
+        )
         self._process = WorkerProcess(spec, host)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -50,6 +53,10 @@ class WorkerActor:
         """Returns when the engine has stopped; the process exits soon after."""
         await self._process.stop(reason)
 
+    async def peer_died(self, incarnation: str) -> None:
+        """Raises `SplitpointError` when a rank does not answer."""
+        await self._process.peer_died(incarnation)
+
     async def reset_prefix_cache(self) -> bool:
         return await self._process.reset_prefix_cache()
 
@@ -57,12 +64,21 @@ class WorkerActor:
         return self._process.facts()
 
 
-async def _push(beat: Beat) -> bool:
-    try:
-        coordinator = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
-        return bool(await asyncio.wait_for(coordinator.heartbeat.remote(beat), _PUSH_TIMEOUT_S))
-    except (RayError, ValueError, TimeoutError) as error:
-        raise ConnectionError(f"{type(error).__name__}: {error}") from error
+class Pusher:
+    """Heartbeats to the coordinator, whichever process it is at the time."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    async def push(self, beat: Beat) -> bool:
+        """False: end yourself. Raises `ConnectionError` when the coordinator is away."""
+        try:
+            if self._handle is None:
+                self._handle = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
+            return bool(await asyncio.wait_for(self._handle.heartbeat.remote(beat), _PUSH_TIMEOUT_S))
+        except (RayError, ValueError, TimeoutError) as error:
+            self._handle = None
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def node_ip(node_id: str) -> str:

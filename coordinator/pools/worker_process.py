@@ -20,6 +20,7 @@ from coordinator.routing.views import RankView, WorkerState, WorkerView
 from engine.config import EngineSettings, KvEngineConfig
 from engine.protocol import Engine, EngineDeadError
 from engine.worker.server import WorkerIdentity, WorkerServer
+from kvtransfer.control import RankControl
 from protos.errors import SplitpointError
 from protos.ids import new_incarnation
 
@@ -101,6 +102,11 @@ class WorkerProcess:
         """Refuse new legs from now on; heartbeats confirm it and say when nothing is left. Idempotent."""
         self.server.begin_drain()
         self._beat_now.set()
+
+    async def peer_died(self, incarnation: str) -> None:
+        """A peer's process is known dead: every rank gives free what it held back for its sake."""
+        if isinstance(self.server.ranks, RankControl):
+            await self.server.ranks.fence(incarnation)
 
     async def reset_prefix_cache(self) -> bool:
         """False when blocks are in use and nothing was reset."""
@@ -221,7 +227,6 @@ class WorkerProcess:
         import decode.service
         import prefill.service
         from engine.worker.legs import LegHandlers
-        from kvtransfer.control import RankControl
 
         settings = self._settings
         host = self._host.node_ip

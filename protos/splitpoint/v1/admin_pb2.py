@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/splitpoint/v1/admin.proto\x12\rsplitpoint.v1\"\x12\n\x10GetStatusRequest\"\xec\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06leases\x18\t \x01(\r\x12\x10\n\x08kv_usage\x18\n \x01(\x01\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x0b\n\x03pid\x18\x0c \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\"k\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x10\n\x08starting\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\"y\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x15\n\radmin_address\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\"\xaa\x01\n\x11GetStatusResponse\x12(\n\x05pools\x18\x01 \x03(\x0b\x32\x19.splitpoint.v1.PoolStatus\x12,\n\x07workers\x18\x02 \x03(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\x12.\n\x08gateways\x18\x03 \x03(\x0b\x32\x1c.splitpoint.v1.GatewayStatus\x12\r\n\x05model\x18\x04 \x01(\t\"f\n\x10ScalePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x1d\n\x10\x63urrent_replicas\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_current_replicas\"<\n\x11ScalePoolResponse\x12\'\n\x04pool\x18\x01 \x01(\x0b\x32\x19.splitpoint.v1.PoolStatus\":\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"B\n\x13\x44rainWorkerResponse\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\"\x14\n\x12GetManifestRequest\",\n\x13GetManifestResponse\x12\x15\n\rmanifest_json\x18\x01 \x01(\t\"\x1a\n\x18ResetPrefixCachesRequest\",\n\x19ResetPrefixCachesResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r2\xc2\x03\n\x0c\x41\x64minService\x12N\n\tGetStatus\x12\x1f.splitpoint.v1.GetStatusRequest\x1a .splitpoint.v1.GetStatusResponse\x12N\n\tScalePool\x12\x1f.splitpoint.v1.ScalePoolRequest\x1a .splitpoint.v1.ScalePoolResponse\x12T\n\x0b\x44rainWorker\x12!.splitpoint.v1.DrainWorkerRequest\x1a\".splitpoint.v1.DrainWorkerResponse\x12T\n\x0bGetManifest\x12!.splitpoint.v1.GetManifestRequest\x1a\".splitpoint.v1.GetManifestResponse\x12\x66\n\x11ResetPrefixCaches\x12\'.splitpoint.v1.ResetPrefixCachesRequest\x1a(.splitpoint.v1.ResetPrefixCachesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/splitpoint/v1/admin.proto\x12\rsplitpoint.v1\"\x12\n\x10GetStatusRequest\"\xec\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06leases\x18\t \x01(\r\x12\x10\n\x08kv_usage\x18\n \x01(\x01\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x0b\n\x03pid\x18\x0c \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\"\x8d\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x10\n\x08starting\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\x12\x10\n\x08\x66\x61ilures\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"y\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x15\n\radmin_address\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\"\xaa\x01\n\x11GetStatusResponse\x12(\n\x05pools\x18\x01 \x03(\x0b\x32\x19.splitpoint.v1.PoolStatus\x12,\n\x07workers\x18\x02 \x03(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\x12.\n\x08gateways\x18\x03 \x03(\x0b\x32\x1c.splitpoint.v1.GatewayStatus\x12\r\n\x05model\x18\x04 \x01(\t\"f\n\x10ScalePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x1d\n\x10\x63urrent_replicas\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_current_replicas\"<\n\x11ScalePoolResponse\x12\'\n\x04pool\x18\x01 \x01(\x0b\x32\x19.splitpoint.v1.PoolStatus\":\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"B\n\x13\x44rainWorkerResponse\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\"\x14\n\x12GetManifestRequest\",\n\x13GetManifestResponse\x12\x15\n\rmanifest_json\x18\x01 \x01(\t\"\x1a\n\x18ResetPrefixCachesRequest\",\n\x19ResetPrefixCachesResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r2\xc2\x03\n\x0c\x41\x64minService\x12N\n\tGetStatus\x12\x1f.splitpoint.v1.GetStatusRequest\x1a .splitpoint.v1.GetStatusResponse\x12N\n\tScalePool\x12\x1f.splitpoint.v1.ScalePoolRequest\x1a .splitpoint.v1.ScalePoolResponse\x12T\n\x0b\x44rainWorker\x12!.splitpoint.v1.DrainWorkerRequest\x1a\".splitpoint.v1.DrainWorkerResponse\x12T\n\x0bGetManifest\x12!.splitpoint.v1.GetManifestRequest\x1a\".splitpoint.v1.GetManifestResponse\x12\x66\n\x11ResetPrefixCaches\x12\'.splitpoint.v1.ResetPrefixCachesRequest\x1a(.splitpoint.v1.ResetPrefixCachesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,28 +35,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_end=69
   _globals['_WORKERSTATUS']._serialized_start=72
   _globals['_WORKERSTATUS']._serialized_end=308
-  _globals['_POOLSTATUS']._serialized_start=310
-  _globals['_POOLSTATUS']._serialized_end=417
-  _globals['_GATEWAYSTATUS']._serialized_start=419
-  _globals['_GATEWAYSTATUS']._serialized_end=540
-  _globals['_GETSTATUSRESPONSE']._serialized_start=543
-  _globals['_GETSTATUSRESPONSE']._serialized_end=713
-  _globals['_SCALEPOOLREQUEST']._serialized_start=715
-  _globals['_SCALEPOOLREQUEST']._serialized_end=817
-  _globals['_SCALEPOOLRESPONSE']._serialized_start=819
-  _globals['_SCALEPOOLRESPONSE']._serialized_end=879
-  _globals['_DRAINWORKERREQUEST']._serialized_start=881
-  _globals['_DRAINWORKERREQUEST']._serialized_end=939
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=941
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1007
-  _globals['_GETMANIFESTREQUEST']._serialized_start=1009
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1029
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1031
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1075
-  _globals['_RESETPREFIXCACHESREQUEST']._serialized_start=1077
-  _globals['_RESETPREFIXCACHESREQUEST']._serialized_end=1103
-  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_start=1105
-  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_end=1149
-  _globals['_ADMINSERVICE']._serialized_start=1152
-  _globals['_ADMINSERVICE']._serialized_end=1602
+  _globals['_POOLSTATUS']._serialized_start=311
+  _globals['_POOLSTATUS']._serialized_end=452
+  _globals['_GATEWAYSTATUS']._serialized_start=454
+  _globals['_GATEWAYSTATUS']._serialized_end=575
+  _globals['_GETSTATUSRESPONSE']._serialized_start=578
+  _globals['_GETSTATUSRESPONSE']._serialized_end=748
+  _globals['_SCALEPOOLREQUEST']._serialized_start=750
+  _globals['_SCALEPOOLREQUEST']._serialized_end=852
+  _globals['_SCALEPOOLRESPONSE']._serialized_start=854
+  _globals['_SCALEPOOLRESPONSE']._serialized_end=914
+  _globals['_DRAINWORKERREQUEST']._serialized_start=916
+  _globals['_DRAINWORKERREQUEST']._serialized_end=974
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=976
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1042
+  _globals['_GETMANIFESTREQUEST']._serialized_start=1044
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1064
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1066
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1110
+  _globals['_RESETPREFIXCACHESREQUEST']._serialized_start=1112
+  _globals['_RESETPREFIXCACHESREQUEST']._serialized_end=1138
+  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_start=1140
+  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_end=1184
+  _globals['_ADMINSERVICE']._serialized_start=1187
+  _globals['_ADMINSERVICE']._serialized_end=1637
 # @@protoc_insertion_point(module_scope)

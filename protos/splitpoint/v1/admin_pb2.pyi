@@ -41,20 +41,24 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("name", "role", "target", "ready", "starting", "draining")
+    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     STARTING_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     target: int
     ready: int
     starting: int
     draining: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ...) -> None: ...
+    failures: int
+    detail: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight")
