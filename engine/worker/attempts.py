@@ -169,7 +169,7 @@ class Attempts:
         if leg.abort_reason is not None:
             return _aborted(leg.abort_reason)
         deadline = SplitpointError(Code.DEADLINE_EXCEEDED, f"the deadline passed on the {leg.name} leg")
-        if message.header.remaining_s <= 0:
+        if not message.header.remaining_s > 0:  # NaN too
             return deadline
         try:
             async with asyncio.timeout_at(leg.deadline) as scope:

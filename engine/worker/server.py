@@ -96,7 +96,7 @@ class WorkerServer:
         """Returns host:port as gateways dial it, once the worker serves.
 
         Raises:
-            RuntimeError: the port cannot be bound.
+            RuntimeError: the port cannot be bound, or other ranks than the engine's have registered.
             TimeoutError: a rank did not register in time.
             EngineDeadError, ValueError: from the engine's start.
         """
@@ -105,6 +105,8 @@ class WorkerServer:
         self.info = await self.engine.start()
         if self._make_ranks is not None:
             self.facts = await self.registry.wait(self.settings.rank_timeout_s)
+            if len(self.facts.endpoints) != self.info.world_size:
+                raise RuntimeError(f"{len(self.facts.endpoints)} ranks registered, the engine has {self.info.world_size}")
             made = self._make_ranks(self.facts.endpoints, self.identity.control_token)
             self.ranks = await made if inspect.isawaitable(made) else made
         context = WorkerContext(
