@@ -26,7 +26,7 @@ def block_segments(layer: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     scheduler's block.
 
     Raises:
-        ValueError: no dimension counts blocks, or a split block is not contiguous.
+        ValueError: no dimension counts blocks, elements have gaps between them, or a split block is not contiguous.
     """
     sizes, strides = list(layer.shape), list(layer.stride())
     block_dim = next((d for d, size in enumerate(sizes) if size == num_blocks), None)
@@ -38,12 +38,12 @@ def block_segments(layer: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
         split = sizes[block_dim] // num_blocks
     block_stride = strides[block_dim]
     inner = sorted(((strides[d], sizes[d]) for d in range(len(sizes)) if d != block_dim and sizes[d] > 1), reverse=True)
+    if inner and inner[-1][0] != 1:
+        raise ValueError(f"a cache of strides {tuple(strides)} has gaps between elements")
     outer: list[tuple[int, int]] = []
     # Peel the outermost dimensions off until what is left has no gaps.
     while inner and inner[0][0] * inner[0][1] != _elements(inner):
         outer.append(inner.pop(0))
-    if inner and inner[-1][0] != 1:
-        raise ValueError(f"a cache of strides {tuple(strides)} has gaps between elements")
     elements = _elements(inner)
     if split > 1:
         if block_stride != elements:
@@ -113,7 +113,7 @@ class EngineBlocks:
         for start, segment in self._segments:
             packed[:, start : start + segment.shape[1]] = segment.index_select(0, index)
         _as_tensor(rows).copy_(packed, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record()
         return event
 

@@ -1,13 +1,19 @@
-"""The split path's tokens are the colocated path's tokens, one request at a time, on a real model."""
+"""The split path's tokens are the colocated path's tokens, one request at a time, on a real model.
+
+With the first token forwarded both paths run the same shapes on the same bytes, so equality is exact. Without, the decode
+engine computes the last prompt token alone instead of within its chunk: the last bits differ, and a first divergence is
+allowed where the colocated run's two candidates were no further apart than one step of bfloat16 logits.
+"""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from engine.sampling import Constraint, SamplingParams
-from tests.support.stepped_engine import BLOCK_TOKENS, SteppedEngine
+from tests.support.stepped_engine import BLOCK_TOKENS, Run, SteppedEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -18,6 +24,18 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     choose = random.Random(f"{length}/{seed}")
     return [choose.randrange(1000, 40000) for _ in range(length)]
+
+
+NEAR_TIE = 0.26
+
+
+def assert_same_or_near_tie(split: Run, whole: Run) -> None:
+    """`whole` was run with enough log-probabilities to hold the candidates of a tie."""
+    for position, (ours, theirs) in enumerate(zip(split.token_ids, whole.token_ids, strict=True)):
+        if ours != theirs:
+            candidates = {entry.token_id: entry.logprob for entry in whole.logprobs[position]}
+            assert candidates[theirs] - candidates[ours] <= NEAR_TIE, f"position {position}"
+            return
 
 
 def colocated(engine: SteppedEngine, prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -41,9 +59,11 @@ def test_prompt_lengths(engine: SteppedEngine, length: int) -> None:
 @pytest.mark.parametrize("length", [2, K, K + 1, 2 * K, 300])
 def test_without_forwarding_decode_computes_the_last_prompt_token(engine: SteppedEngine, length: int) -> None:
     prompt = prompt_of(length)
-    expected = colocated(engine, prompt, GREEDY)
-    split = engine.split(prompt, GREEDY, before_decode=engine.forget_prefixes, forward=False)
-    assert split.result.token_ids == expected
+    sampling = replace(GREEDY, logprobs=8)
+    whole = engine.run(prompt, sampling)
+    engine.forget_prefixes()
+    split = engine.split(prompt, sampling, before_decode=engine.forget_prefixes, forward=False)
+    assert_same_or_near_tie(split.result, whole)
     assert split.decode is not None
     assert split.decode.cached_tokens == length - 1
 
@@ -51,7 +71,9 @@ def test_without_forwarding_decode_computes_the_last_prompt_token(engine: Steppe
 def test_a_prompt_of_one_token_without_forwarding_loads_nothing(engine: SteppedEngine) -> None:
     prompt = prompt_of(1)
     expected = colocated(engine, prompt, GREEDY)
-    assert engine.split(prompt, GREEDY, before_decode=engine.forget_prefixes, forward=False).result.token_ids == expected
+    split = engine.split(prompt, GREEDY, before_decode=engine.forget_prefixes, forward=False)
+    assert split.result.token_ids == expected
+    assert [probed.event for probed in engine.probed] == ["gather"]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -101,7 +123,7 @@ def test_a_full_local_hit_loads_nothing_and_gives_the_slot_back(engine: SteppedE
 
 
 JSON = '{"type":"object","properties":{"city":{"enum":["Paris","London"]},"n":{"type":"integer"}},"required":["city","n"]}'
-TEXT = [504, 4743, 314, 260, 1834, 2022, 288, 28, 216, 33, 34, 30, 198, 504, 3575, 282, 4649, 314]
+PROMPTS = ("The capital of France is Paris.\nThe capital of England is", "Once upon a time there was a small", "Count: 1, 2, 3,")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +147,9 @@ TEXT = [504, 4743, 314, 260, 1834, 2022, 288, 28, 216, 33, 34, 30, 198, 504, 357
 def test_sampling_parameters(engine: SteppedEngine, name: str, extra: dict, forwards: bool) -> None:
     values = {"max_tokens": 14, "temperature": 0.0, "ignore_eos": True, **extra}
     sampling = SamplingParams(**values)
-    for prompt in (TEXT, prompt_of(K + 5)):
+    # Short texts: a chunk this small is computed as its single tokens are, so equality is exact with or without forwarding.
+    for text in PROMPTS:
+        prompt = engine.tokenize(text)
         engine.forget_prefixes()
         whole = engine.run(prompt, sampling)
         engine.forget_prefixes()

@@ -227,6 +227,10 @@ class SteppedEngine:
 
     # The engine
 
+    def tokenize(self, text: str) -> list[int]:
+        tokenizer = self.llm.get_tokenizer()
+        return list(tokenizer.encode(text))
+
     def submit(self, prompt: Sequence[int], sampling: SamplingParams, kv: KvSend | KvReceive | None = None) -> str:
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
