@@ -129,11 +129,6 @@ class Lease:
     def slot(self) -> Slot:
         return self.hold.slot
 
-    @property
-    def complete(self) -> bool:
-        """Every block is staged."""
-        return self.staged_blocks == self.num_blocks
-
 
 class LeaseTable:
     """All leases of one rank: live ones, ended ones whose slot is still pinned, and tombstones. Not thread-safe."""

@@ -1,0 +1,345 @@
+"""A receive session verifies exactly the stream it was told to expect, and every ending gives its bytes back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtransfer.machine import Refusal
+from kvtransfer.plan import TransferPlan
+from kvtransfer.session import (
+    ENDED,
+    SCATTER,
+    TABLE,
+    Expected,
+    ReceiveSession,
+    RejectedChunkError,
+    SessionEvent,
+    SessionState,
+)
+from kvtransfer.sessions import SessionTable
+from kvtransfer.staging import SlotHold, Staging
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+
+BLOCK_BYTES, PAGE = 32, 32
+TRANSFER = b"t" * 16
+
+
+def plan(num_blocks: int) -> TransferPlan:
+    return TransferPlan(
+        sender_rank=0, receiver_rank=0, prompt_tokens=num_blocks * 4 - 1, num_blocks=num_blocks, block_bytes=BLOCK_BYTES
+    )
+
+
+def expected(num_blocks: int) -> Expected:
+    return Expected(
+        transfer_id=TRANSFER,
+        plan=plan(num_blocks),
+        token_hash=b"h" * 32,
+        fingerprint=b"f" * 32,
+        incarnation="inc",
+        checksum="crc32c",
+    )
+
+
+def stream(sizes: list[int]) -> list[pb.ChunkHeader]:
+    """The right headers for chunks of so many blocks."""
+    total, first, headers = sum(sizes), 0, []
+    for index, count in enumerate(sizes):
+        header = pb.ChunkHeader(
+            transfer_id=TRANSFER,
+            generation=7,
+            index=index,
+            first_block=first,
+            num_blocks=count,
+            offset=first * BLOCK_BYTES,
+            bytes=count * BLOCK_BYTES,
+            checksum=pb.Checksum(algorithm="crc32c", value=1000 + index),
+            last=index == len(sizes) - 1,
+        )
+        first += count
+        if header.last:
+            seal = pb.Seal(transfer_id=TRANSFER, prompt_tokens=plan(total).prompt_tokens, token_hash=b"h" * 32)
+            seal.fingerprint, seal.incarnation, seal.num_chunks, seal.bytes = b"f" * 32, "inc", len(sizes), total * BLOCK_BYTES
+            header.seal.CopyFrom(seal)
+        headers.append(header)
+    return headers
+
+
+def begun(num_blocks: int) -> tuple[ReceiveSession, Staging]:
+    staging = Staging(64 * PAGE, PAGE)
+    session = ReceiveSession(TRANSFER, expires_at=9.0, now=0.0)
+    slot = staging.allocate(num_blocks * BLOCK_BYTES)
+    assert slot is not None
+    session.begin(expected(num_blocks), SlotHold(staging, slot))
+    return session, staging
+
+
+def feed(session: ReceiveSession, headers: list[pb.ChunkHeader]) -> bool:
+    done = False
+    for header in headers:
+        start, end = session.announce(header, 1.0)
+        assert (start, end) == (header.offset, header.offset + header.bytes)
+        done = session.landed(header.index, header.checksum, 1.0)
+    return done
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@given(SIZES)
+def test_the_right_stream_verifies(sizes: list[int]) -> None:
+    session, _ = begun(sum(sizes))
+    assert feed(session, stream(sizes))
+    assert session.state is SessionState.VERIFIED
+    assert session.seal is not None
+    assert session.seal.bytes == sum(sizes) * BLOCK_BYTES
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_payload_may_land_in_any_order_once_announced(sizes: list[int], rng: object) -> None:
+    session, _ = begun(sum(sizes))
+    headers = stream(sizes)
+    for header in headers:
+        session.announce(header, 1.0)
+    order = list(headers)
+    rng.shuffle(order)  # type: ignore[attr-defined]
+    done = [session.landed(header.index, header.checksum, 2.0) for header in order]
+    assert done == [False] * (len(order) - 1) + [True]
+
+
+@given(SIZES.filter(lambda sizes: len(sizes) > 1), st.data())
+def test_a_lost_doubled_or_swapped_header_is_rejected(sizes: list[int], data: st.DataObject) -> None:
+    headers = stream(sizes)
+    place = data.draw(st.integers(0, len(headers) - 2))
+    how = data.draw(st.sampled_from(["lost", "doubled", "swapped"]))
+    if how == "lost":
+        del headers[place]
+    elif how == "doubled":
+        headers.insert(place, headers[place])
+    else:
+        headers[place], headers[place + 1] = headers[place + 1], headers[place]
+    session, _ = begun(sum(sizes))
+    with pytest.raises(RejectedChunkError) as caught:
+        feed(session, headers)
+    assert caught.value.reason == "order"
+    assert session.state is not SessionState.VERIFIED
+
+
+CHANGES = {
+    "transfer_id": b"x" * 16,
+    "generation": 8,
+    "index": 9,
+    "first_block": 3,
+    "num_blocks": 3,
+    "offset": BLOCK_BYTES,
+    "bytes": 5,
+    "last": None,
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+@pytest.mark.parametrize("place", [1, 2])
+def test_each_field_of_a_header_is_checked(field: str, place: int) -> None:
+    headers = stream([2, 2, 2])
+    value = CHANGES[field]
+    setattr(headers[place], field, not headers[place].last if value is None else value)
+    session, _ = begun(6)
+    with pytest.raises(RejectedChunkError):
+        feed(session, headers)
+    assert session.state is not SessionState.VERIFIED
+
+
+@pytest.mark.parametrize("field", [field.name for field in pb.Seal.DESCRIPTOR.fields])
+def test_each_field_of_the_seal_is_checked(field: str) -> None:
+    headers = stream([1, 2])
+    old = getattr(headers[1].seal, field)
+    setattr(headers[1].seal, field, old + 1 if isinstance(old, int) else old + (b"x" if isinstance(old, bytes) else "x"))
+    session, _ = begun(3)
+    with pytest.raises(RejectedChunkError) as caught:
+        feed(session, headers)
+    assert caught.value.reason == f"seal.{field}"
+
+
+def test_a_missing_seal_is_rejected() -> None:
+    headers = stream([2])
+    headers[0].ClearField("seal")
+    session, _ = begun(2)
+    with pytest.raises(RejectedChunkError, match="seal"):
+        feed(session, headers)
+
+
+@pytest.mark.parametrize("checksum", [pb.Checksum(algorithm="crc32c", value=1), pb.Checksum(algorithm="off", value=1000)])
+def test_a_checksum_that_differs_is_rejected(checksum: pb.Checksum) -> None:
+    session, _ = begun(2)
+    session.announce(stream([2])[0], 1.0)
+    with pytest.raises(RejectedChunkError) as caught:
+        session.landed(0, checksum, 1.0)
+    assert caught.value.reason == "checksum"
+    assert session.state is SessionState.RECEIVING
+
+
+def test_the_sender_does_not_choose_the_checksum() -> None:
+    header = stream([2])[0]
+    header.checksum.CopyFrom(pb.Checksum(algorithm="off"))
+    session, _ = begun(2)
+    with pytest.raises(RejectedChunkError) as caught:
+        session.announce(header, 1.0)
+    assert caught.value.reason == "algorithm"
+
+
+def test_chunks_that_were_not_announced_or_landed_before() -> None:
+    session, _ = begun(4)
+    first, _ = stream([2, 2])
+    with pytest.raises(RejectedChunkError):
+        session.landed(0, first.checksum, 1.0)
+    session.announce(first, 1.0)
+    session.landed(0, first.checksum, 1.0)
+    with pytest.raises(RejectedChunkError):
+        session.landed(0, first.checksum, 1.0)
+
+
+def test_no_chunk_follows_the_last() -> None:
+    session, _ = begun(2)
+    (header,) = stream([2])
+    session.announce(header, 1.0)
+    again = copy.deepcopy(header)
+    again.index = 1
+    with pytest.raises(RejectedChunkError) as caught:
+        session.announce(again, 1.0)
+    assert caught.value.reason == "after_last"
+
+
+class Sessions(RuleBasedStateMachine):
+    """Control, stream and engine in any order."""
+
+    recent = st.integers(0, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.staging = Staging(8 * PAGE, PAGE)
+        self.table = SessionTable(self.staging, max_tombstones=1000)
+        self.now = 0.0
+        self.ids = [bytes(16)]
+        self.opened: set[bytes] = set()
+        self.released: set[bytes] = set()
+        self.receiving: list[ReceiveSession] = []
+        self.reading: set[bytes] = set()
+
+    def id(self, place: int) -> bytes:
+        return self.ids[-1 - place % len(self.ids)]
+
+    @rule(place=recent, fresh=st.booleans())
+    def open(self, place: int, fresh: bool) -> None:
+        if fresh:
+            self.ids.append(len(self.ids).to_bytes(16, "big"))
+            place = 0
+        transfer_id = self.id(place)
+        known = self.table.live(transfer_id) is not None
+        over = transfer_id in self.released or (transfer_id in self.opened and not known)
+        answer = self.table.open(transfer_id, expires_at=self.now + 5, now=self.now)
+        assert isinstance(answer, Refusal) == (known or over)
+        self.opened.add(transfer_id)
+
+    @rule(place=recent, num_blocks=st.integers(1, 4))
+    def begin(self, place: int, num_blocks: int) -> None:
+        transfer_id = self.id(place)
+        session = self.table.live(transfer_id)
+        if session is None or session.hold is not None:
+            return
+        slot = self.staging.allocate(num_blocks * BLOCK_BYTES)
+        if slot is None:
+            return
+        self.table.begin(session, slot, Expected(**{**as_dict(expected(num_blocks)), "transfer_id": transfer_id}))
+        self.receiving.append(session)
+
+    @rule(place=recent, good=st.booleans())
+    def arrives(self, place: int, good: bool) -> None:
+        transfer_id = self.id(place)
+        session = self.table.live(transfer_id)
+        if session is None or session.expected is None or session.state is not SessionState.WAITING:
+            return
+        (header,) = stream([session.expected.plan.num_blocks])
+        header.transfer_id = header.seal.transfer_id = transfer_id
+        session.announce(header, self.now)
+        if good:
+            assert session.landed(0, header.checksum, self.now)
+        else:
+            self.table.end(session, SessionEvent.FAIL, "bad", self.now)
+
+    @rule(choice=st.integers(0, 5))
+    def channel_drains(self, choice: int) -> None:
+        if self.receiving:
+            session = self.receiving.pop(choice % len(self.receiving))
+            self.table.drained(session)
+
+    @rule(place=recent)
+    def engine_takes(self, place: int) -> None:
+        transfer_id = self.id(place)
+        session = self.table.live(transfer_id)
+        may = session is not None and session.state in (SessionState.VERIFIED, SessionState.TAKEN)
+        got = self.table.take(transfer_id, self.now)
+        assert (got is not None) == may, "an engine sees verified KV and nothing else"
+        if got is not None:
+            self.reading.add(transfer_id)
+
+    @rule(place=recent)
+    def engine_is_done(self, place: int) -> None:
+        transfer_id = self.id(place)
+        self.table.scattered(transfer_id, self.now)
+        self.reading.discard(transfer_id)
+
+    @rule(place=recent, really=st.integers(0, 3))
+    def release(self, place: int, really: int) -> None:
+        if really:
+            return
+        transfer_id = self.id(place)
+        known = self.table.live(transfer_id) is not None
+        assert self.table.release(transfer_id, "test", self.now) == known
+        assert not self.table.release(transfer_id, "again", self.now)
+        self.released.add(transfer_id)
+
+    @rule(seconds=st.floats(0, 2))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for session in self.table.expire(self.now):
+            assert session.state is SessionState.ABANDONED
+            assert session.expires_at <= self.now
+
+    @invariant()
+    def bytes_being_read_are_held(self) -> None:
+        self.staging.check()
+        for session in self.table.sessions():
+            assert session.state not in ENDED
+            if session.transfer_id in self.reading:
+                assert session.hold is not None
+                assert session.hold.pinned(SCATTER)
+                assert not session.hold.freed
+
+    def teardown(self) -> None:
+        for transfer_id in self.ids:
+            self.table.release(transfer_id, "teardown", self.now)
+        for session in self.receiving:
+            self.table.drained(session)
+        for transfer_id in self.reading:
+            self.table.scattered(transfer_id, self.now)
+        assert len(self.table) == 0
+        assert self.table.ending == 0
+        assert self.staging.idle
+
+
+def as_dict(value: Expected) -> dict[str, object]:
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+TestSessions = Sessions.TestCase
+TestSessions.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_no_ended_session_goes_on_and_every_state_is_reached() -> None:
+    assert not [pair for pair in TABLE if pair[0] in ENDED]
+    assert {SessionState.WAITING, *TABLE.values()} == set(SessionState)
