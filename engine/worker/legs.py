@@ -53,7 +53,7 @@ class LegCall:
         return max(0.0, self._remaining_s - self.elapsed_s())
 
     def defer(self, cleanup: Cleanup) -> None:
-        """Run `cleanup` after the leg's end, however it ends; last deferred, first run."""
+        """Run `cleanup` after the leg's end, however it ends: side by side with the others, last deferred, first begun."""
         self._cleanups.append(cleanup)
 
     def take_cleanups(self) -> list[Cleanup]:

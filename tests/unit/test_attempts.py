@@ -154,7 +154,7 @@ async def test_clean_up_runs_last_first_after_every_end_and_cannot_be_aborted() 
     await quick_ran.wait()
     assert order == ["slow begins", "quick"]
     assert len(desk.attempts) == 0
-    assert desk.attempts.busy == 1
+    assert desk.attempts.busy >= 1
     desk.attempts.abort("a", "too late")
     desk.attempts.abort_all("too late")
     gate.set()
