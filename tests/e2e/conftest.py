@@ -34,3 +34,11 @@ def system(simulated: Served) -> Iterator[Served]:
     yield simulated
     simulated.wait_ready(60, prefill=1, decode=1)
     until("idle", simulated.idle, 10)
+
+
+@pytest.fixture(scope="session")
+def real(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The demo's own configuration: SmolLM2 on two real engines."""
+    sets = [f"engine.model_path={checkpoint}"]
+    with serve(ROOT / "deploy" / "demo-cpu.toml", tmp_path_factory.mktemp("real"), sets, ready_s=280) as served:
+        yield served

@@ -104,6 +104,17 @@ class Served:
 
         return until(f"{replicas} ready", check, timeout_s)
 
+    def wait_replaced(self, worker_id: str, timeout_s: float) -> dict[str, admin_pb2.WorkerStatus]:
+        """Until `worker_id` is gone and each pool has one worker, ready."""
+
+        def gone() -> bool:
+            with contextlib.suppress(grpc.RpcError):
+                return worker_id not in self.workers(state="")
+            return False
+
+        until(f"{worker_id} gone", gone, timeout_s)
+        return self.wait_ready(timeout_s, prefill=1, decode=1)
+
     def idle(self) -> bool:
         """Nothing is in flight, queued or leased anywhere."""
         status = self.status()

@@ -208,8 +208,7 @@ class TestFaults:
         [(old, status)] = system.workers(pool).items()
         with in_flight(system, 6, 200) as futures:
             os.kill(status.pid, signal.SIGKILL)
-        healed = system.wait_ready(60, prefill=1, decode=1)
-        assert old not in healed
+        healed = system.wait_replaced(old, 60)
         assert status.incarnation not in {w.incarnation for w in healed.values()}
         assert_right_or_explicit(system, futures, 200)
         assert tokens(system, PROMPT, "split", None) == tokens(system, PROMPT, "colocated", None)
@@ -219,8 +218,7 @@ class TestFaults:
         [(old, status)] = system.workers("prefill").items()
         process = psutil.Process(status.pid)
         process.suspend()
-        healed = system.wait_ready(60, prefill=1, decode=1)
-        assert old not in healed
+        system.wait_replaced(old, 60)
         assert not process.is_running()
         assert "fencing" in system.log("coordinator")
 

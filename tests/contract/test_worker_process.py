@@ -1,0 +1,157 @@
+"""One worker's life as its actor runs it, with the simulated engine and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from coordinator.config import Settings, load
+from coordinator.pools.reports import Beat, ProcessRef, WorkerSpec
+from coordinator.pools.worker_process import Host, WorkerProcess
+from coordinator.routing.views import Role, WorkerState
+from engine.simulated import SimulatedEngine
+from protos.ids import WorkerId
+from protos.splitpoint.v1 import worker_pb2, worker_pb2_grpc
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Coordinator:
+    """Takes heartbeats; `answer` is what it says to them, an exception is raised."""
+
+    def __init__(self) -> None:
+        self.beats: list[Beat] = []
+        self.answer: bool | Exception = True
+        self._news = asyncio.Event()
+
+    async def push(self, beat: Beat) -> bool:
+        self.beats.append(beat)
+        self._news.set()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def until(self, wanted: WorkerState, *, refusing: bool = False) -> Beat:
+        """The next beat that says so."""
+        async with asyncio.timeout(20):
+            while True:
+                for beat in self.beats:
+                    if beat.view.state is wanted and beat.refusing is refusing:
+                        return beat
+                self._news.clear()
+                await self._news.wait()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load(
+        sets=[
+            "engine.kind=simulated",
+            f"engine.model_path={tmp_path}",
+            "engine.max_model_len=1024",
+            "coordinator.heartbeat_interval_s=0.05",
+            "kvtransfer.transports=['grpc']",
+            "kvtransfer.default_transport=grpc",
+            "kvtransfer.send_staging_bytes=1MiB",
+            "kvtransfer.receive_staging_bytes=1MiB",
+        ],
+        environment={},
+    )
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+@pytest.fixture
+async def worker(settings: Settings, coordinator: Coordinator, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
+    spec = WorkerSpec(
+        worker_id=WorkerId("decode-7"), pool="decode", role=Role.DECODE, slot=2, settings=settings, log_dir=tmp_path
+    )
+    refs = (ProcessRef(os.getpid(), 0.0),)
+    process = WorkerProcess(spec, Host(node_id="n", node_ip="127.0.0.1", push=coordinator.push, processes=lambda: refs))
+    life = asyncio.create_task(process.run())
+    yield process
+    if not life.done():
+        await process.stop("the test is over")
+    await life
+
+
+async def test_it_says_that_it_starts_and_then_that_it_serves(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    first = await coordinator.until(WorkerState.STARTING)
+    assert (first.view.worker_id, first.slot, first.view.fingerprint) == ("decode-7", 2, b"")
+    ready = (await coordinator.until(WorkerState.READY)).view
+    assert ready.incarnation == first.view.incarnation == worker.incarnation
+    assert len(ready.ranks) == 1
+    assert ready.fingerprint
+    assert ready.max_transfer_tokens > 0
+    assert ready.transports == ("grpc",)
+    async with grpc.aio.insecure_channel(ready.address) as channel:
+        reply = await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=5)
+    assert reply.incarnation == worker.incarnation
+
+
+async def test_a_coordinator_that_is_away_ends_nothing(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    await coordinator.until(WorkerState.READY)
+    coordinator.answer = ConnectionError("away")
+    for _ in range(5):
+        coordinator.beats.clear()
+        await coordinator.until(WorkerState.READY)
+    coordinator.answer = True
+    coordinator.beats.clear()
+    assert (await coordinator.until(WorkerState.READY)).view.incarnation == worker.incarnation
+
+
+async def test_a_worker_that_was_given_up_ends_itself(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    await coordinator.until(WorkerState.READY)
+    coordinator.answer = False
+    assert "gave this worker up" in await asyncio.wait_for(worker.wait_ended(), 20)
+
+
+async def test_a_worker_whose_engine_dies_ends_itself(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    await coordinator.until(WorkerState.READY)
+    assert isinstance(worker.server.engine, SimulatedEngine)
+    worker.server.engine.crash()
+    assert "engine died" in await asyncio.wait_for(worker.wait_ended(), 20)
+
+
+async def test_a_drain_is_confirmed_by_the_next_heartbeat(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    await coordinator.until(WorkerState.READY)
+    worker.drain()
+    view = (await coordinator.until(WorkerState.READY, refusing=True)).view
+    assert view.running + view.waiting + view.leases == 0
+
+
+async def test_stop_ends_in_order_and_says_why(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    address = (await coordinator.until(WorkerState.READY)).view.address
+    await worker.stop("scaled down")
+    assert await worker.wait_ended() == "scaled down"
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=2)
+
+
+async def test_facts_for_the_manifest(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    await coordinator.until(WorkerState.READY)
+    facts = worker.facts()
+    assert facts.start_arguments["kind"] == "simulated"
+    assert facts.transports["usable"] == ["grpc"]
+    assert facts.versions["ray"]
+
+
+async def test_a_start_that_fails_says_why(settings: Settings, coordinator: Coordinator, tmp_path: Path) -> None:
+    small = settings.engine.simulated.model_copy(update={"num_kv_blocks": 1})
+    broken = settings.model_copy(update={"engine": settings.engine.model_copy(update={"simulated": small})})
+    spec = WorkerSpec(worker_id=WorkerId("decode-8"), pool="decode", role=Role.DECODE, slot=0, settings=broken, log_dir=tmp_path)
+    host = Host(node_id="n", node_ip="127.0.0.1", push=coordinator.push, processes=lambda: (ProcessRef(1, 0.0),))
+    process = WorkerProcess(spec, host)
+    reason = await asyncio.wait_for(process.run(), 20)
+    assert "did not start" in reason
+    assert "num_kv_blocks" in reason
+    assert await process.wait_ended() == reason

@@ -1,0 +1,62 @@
+"""The same system with the real model on two real engines. Slow to start, so few tests, each of which says much."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.e2e.system import Served, until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(360)]
+
+WAYS = [("split", "ucx"), ("split", "grpc"), ("colocated", None)]
+
+
+def test_the_model_answers_the_same_on_every_way_and_front(real: Served) -> None:
+    question = "What is the capital of France?"
+    chats = {way: real.chat(question, path=way[0], transport=way[1]) for way in WAYS}
+    texts = {chat["choices"][0]["message"]["content"] for chat in chats.values()}
+    assert len(texts) == 1
+    assert "Paris" in texts.pop()
+    for path, transport in WAYS:
+        metrics = chats[path, transport]["metrics"]
+        assert (metrics["path"], metrics["transport"]) == (path, transport or "")
+        assert not metrics["recomputed"]
+        assert (metrics["transfer_bytes"] > 0) == (path == "split")
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 700])
+def test_token_exact_on_every_way_around_a_block(real: Served, length: int) -> None:
+    prompt = [(7919 * i + 13) % 40000 + 100 for i in range(length)]
+    answers = []
+    for path, transport in WAYS:
+        replies = real.generate(prompt, path=path, transport=transport, max_tokens=6)
+        answers.append([i for r in replies if r.HasField("chunk") for i in r.chunk.token_ids])
+    assert len(answers[0]) == 6
+    assert answers.count(answers[0]) == len(WAYS)
+
+
+def test_everything_is_idle_again(real: Served) -> None:
+    until("idle", real.idle, 10)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(420)
+def test_an_engine_that_dies_takes_its_worker_along_and_both_are_replaced(real: Served) -> None:
+    """Kills the engine core, not the actor: the actor must notice, end, and leave no child behind."""
+    [(old, status)] = real.workers("decode").items()
+    family = psutil.Process(status.pid).children(recursive=True)
+    core = next(p for p in family if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline()))
+    os.kill(core.pid, signal.SIGKILL)
+    answer = real.chat("What is the capital of France?", path="colocated")
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    healed = real.wait_replaced(old, 300)
+    assert status.incarnation not in {w.incarnation for w in healed.values()}
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert [p.pid for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    split = real.chat("What is the capital of France?", path="split")
+    assert split["metrics"]["path"] == "split"
+    assert "Paris" in split["choices"][0]["message"]["content"]
