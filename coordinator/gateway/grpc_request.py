@@ -49,7 +49,8 @@ def _prompt(request: generation_pb2.GenerateRequest, frontend: FrontEnd) -> Prom
         ids = list(request.tokenized.input_ids)
         if not ids:
             raise invalid("tokenized.input_ids", "tokenized.input_ids must be at least 1 token, got none")
-        check_token_ids("tokenized.input_ids", ids, frontend.limits.vocab_size)
+        # A longer prompt is refused for its length, without a look at every id.
+        check_token_ids("tokenized.input_ids", ids[: frontend.limits.max_model_len], frontend.limits.vocab_size)
         return Prompt(field="tokenized.input_ids", content=ids)
     messages = check_chat([{"role": m.role, "content": m.content} for m in request.chat.messages], "chat.messages")
     return Prompt(field="chat.messages", content=frontend.tokenizer.render_chat(messages), add_special_tokens=False)

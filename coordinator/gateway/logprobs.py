@@ -13,6 +13,10 @@ FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say; vLLM's value."""
 
 
+def _finite(logprob: float) -> float:
+    return logprob if logprob > FLOOR else FLOOR  # also for NaN
+
+
 def _spelled(token_id: int, tokenizer: TextTokenizer, as_id: bool) -> str:
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
@@ -29,7 +33,7 @@ def chat_logprob(position: common_pb2.PositionLogprobs, top: int, tokenizer: Tex
     def item(entry: common_pb2.TokenLogprob) -> dict[str, Any]:
         return {
             "token": _spelled(entry.token_id, tokenizer, as_id),
-            "logprob": max(entry.logprob, FLOOR),
+            "logprob": _finite(entry.logprob),
             "bytes": list(tokenizer.token_bytes(entry.token_id)),
         }
 
@@ -68,10 +72,10 @@ def completion_logprobs(
         if not (skip_special_tokens and first.token_id in tokenizer.special_ids):
             # A character belongs to the token that holds its first byte.
             offset_chars += sum((b & 0xC0) != 0x80 for b in tokenizer.token_bytes(first.token_id))
-        chosen.append(max(first.logprob, FLOOR))
+        chosen.append(_finite(first.logprob))
         # OpenAI's form: the sampled token is always among them, besides the `top` most likely.
         entries = [first, *_alternatives(position, top)]
-        tops.append({spelled(e.token_id): max(e.logprob, FLOOR) for e in entries})
+        tops.append({spelled(e.token_id): _finite(e.logprob) for e in entries})
     return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": tops}, offset_chars
 
 
@@ -84,7 +88,7 @@ def prompt_logprobs(
         out.append(
             {
                 str(e.token_id): {
-                    "logprob": max(e.logprob, FLOOR),
+                    "logprob": _finite(e.logprob),
                     "rank": e.rank,
                     "decoded_token": tokenizer.token_text(e.token_id),
                 }

@@ -177,7 +177,8 @@ def _prompts(prompt: Any, limits: Limits) -> tuple[str | list[int], ...]:
         if isinstance(item, str):
             check_unicode(path, item)
         else:
-            check_token_ids(path, item, limits.vocab_size)
+            # A longer prompt is refused for its length, without a look at every id.
+            check_token_ids(path, item[: limits.max_model_len], limits.vocab_size)
     return tuple(items)
 
 

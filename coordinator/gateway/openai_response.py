@@ -60,6 +60,10 @@ def _ledger(ledger: common_pb2.StageLedger, completion_tokens: int) -> dict[str,
     return record
 
 
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 class Reply:
     """Shapes the answer to one request, streamed or whole."""
 
@@ -76,13 +80,13 @@ class Reply:
             else ("chat.completion" if request.chat else "text_completion")
         )
         self._head = {"id": self.id, "object": kind, "created": self._created_s, "model": model}
-        self._open = json.dumps(self._head)[:-1] + ', "choices": ['
+        self._open = _dumps(self._head)[:-1] + ',"choices":['
         # Without these a chunk is five constant pieces around the text.
         self._plain = request.sampling.params.logprobs is None and not request.return_token_ids and not request.continuous_usage
-        text_key = '"delta": {"content": ' if request.chat else '"text": '
+        text_key = '"delta":{"content":' if request.chat else '"text":'
         text_end = "}" if request.chat else ""
-        self._before = ["data: " + self._open + f'{{"index": {c.index}, {text_key}' for c in choices]
-        self._after = text_end + ', "logprobs": null, "finish_reason": null}]}\n\n'
+        self._before = ["data: " + self._open + f'{{"index":{c.index},{text_key}' for c in choices]
+        self._after = text_end + ',"logprobs":null,"finish_reason":null}]}\n\n'
         self._started = [False] * len(choices)
         self._offset_chars = [0] * len(choices)
         self._sent_tokens = 0
@@ -114,24 +118,29 @@ class Reply:
             item["stop_reason"] = delta.stop_reason
         if request.return_token_ids:
             item["token_ids"] = [] if delta.token_id is None else [delta.token_id]
-            if first:
+            if first and not request.chat:
                 item["prompt_token_ids"] = choice.submission.prompt_token_ids
         tail = ""
+        if request.return_token_ids and request.chat and first:
+            tail = ',"prompt_token_ids":' + _dumps(choice.submission.prompt_token_ids)
         if request.continuous_usage:
             self._sent_tokens += delta.token_id is not None
-            tail = ', "usage": ' + json.dumps(usage(self._choices, self._sent_tokens))
-        return "data: " + self._open + json.dumps(item) + "]" + tail + "}\n\n"
+            tail += ',"usage":' + _dumps(usage(self._choices, self._sent_tokens))
+        return "data: " + self._open + _dumps(item) + "]" + tail + "}\n\n"
 
     def usage_chunk(self) -> bytes:
         """The chunk after the last choice: no choices, the usage and the ledger."""
         body = {**self._head, "choices": [], "usage": usage(self._choices), "metrics": metrics(self._choices)}
-        return f"data: {json.dumps(body)}\n\n".encode("ascii")
+        return f"data: {_dumps(body)}\n\n".encode("ascii")
 
     def whole(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
         """The whole reply; `deltas` by choice index."""
         items = [self._whole_choice(choice, deltas[choice.index]) for choice in self._choices]
         body = {**self._head, "choices": items, "usage": usage(self._choices), "metrics": metrics(self._choices)}
-        return json.dumps(body).encode("ascii")
+        if self._request.chat:
+            # One prompt: vLLM puts what belongs to it beside the choices of a chat, and into those of a completion.
+            body |= self._prompt_facts(self._choices[0])
+        return _dumps(body).encode("ascii")
 
     def _whole_choice(self, choice: Choice, deltas: Sequence[Delta]) -> dict[str, Any]:
         text = "".join(d.text for d in deltas)
@@ -147,10 +156,15 @@ class Reply:
         item["stop_reason"] = last.stop_reason
         if self._request.return_token_ids:
             item["token_ids"] = [d.token_id for d in deltas if d.token_id is not None]
-            item["prompt_token_ids"] = choice.submission.prompt_token_ids
+        return item if self._request.chat else item | self._prompt_facts(choice)
+
+    def _prompt_facts(self, choice: Choice) -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            facts["prompt_token_ids"] = choice.submission.prompt_token_ids
         if choice.prompt_logprobs is not None:
-            item["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
-        return item
+            facts["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
+        return facts
 
     def _logprobs(self, choice: Choice, deltas: Sequence[Delta]) -> dict[str, Any]:
         positions = [d.logprobs for d in deltas if d.logprobs is not None]

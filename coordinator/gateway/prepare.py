@@ -43,6 +43,12 @@ async def prepare_choices(
     prepared: list[tuple[list[int], int]] = []
     for prompt in prompts:
         if isinstance(prompt.content, str):
+            least = tokenizer.least_tokens(prompt.content)
+            if least >= limits.max_model_len:
+                # Megabytes of text: the answer is known without tokenising them.
+                fit_context(
+                    least, sampling, limits, default_max_tokens=default_max_tokens, prompt_field=prompt.field, lower_bound=True
+                )
             ids = await tokenizer.encode(prompt.content, add_special_tokens=prompt.add_special_tokens)
         else:
             ids = prompt.content

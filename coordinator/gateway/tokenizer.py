@@ -29,6 +29,12 @@ class TextTokenizer:
         self.primary_eos_token_id: int | None = primary
         self.eos_token_ids = frozenset(eos_token_ids) | (frozenset() if primary is None else {primary})
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
+        # Normalizers may drop characters; without one, no token covers more of them than the longest.
+        self._longest_chars = (
+            max((len(t) for t in self.backend.get_vocab(with_added_tokens=True)), default=1)
+            if self.backend.normalizer is None
+            else None
+        )
         self._byte_of_char = _byte_level_alphabet() if _is_byte_level(self.backend) else None
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
@@ -42,6 +48,10 @@ class TextTokenizer:
         if not getattr(hf, "is_fast", False):
             raise ValueError(f"{path}: the gateway needs a fast tokenizer (tokenizer.json)")
         return cls(hf, eos_token_ids=_generation_eos(path), inline_chars=inline_chars)
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of `text`, without tokenising it."""
+        return 0 if self._longest_chars is None else -(-len(text) // self._longest_chars)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""

@@ -124,10 +124,12 @@ def fit_context(
     *,
     default_max_tokens: int | None,
     prompt_field: str,
+    lower_bound: bool = False,
 ) -> int:
     """How many tokens may be generated. Raises `PROMPT_TOO_LONG` naming prompt, wish and limit.
 
-    A wish that was left out is `default_max_tokens`, cut to the room left; None: all the room.
+    A wish that was left out is `default_max_tokens`, cut to the room left; None: all the room. `lower_bound`: the prompt has
+    `prompt_tokens` or more.
     """
     if prompt_tokens == 0:
         raise invalid(prompt_field, f"{prompt_field} must be at least 1 token, got 0")
@@ -140,10 +142,11 @@ def fit_context(
             raise invalid("min_tokens", f"min_tokens must be at most {wish}, got {sampling.params.min_tokens}")
         return wish
     wish = sampling.max_tokens or 1
+    least = "at least " if lower_bound else ""
     raise SplitpointError(
         Code.PROMPT_TOO_LONG,
-        f"{prompt_field} has {prompt_tokens} tokens and {sampling.max_tokens_field} is {wish}: together "
-        f"{prompt_tokens + wish}, more than max_model_len {limits.max_model_len}",
+        f"{prompt_field} has {least}{prompt_tokens} tokens and {sampling.max_tokens_field} is {wish}: together "
+        f"{least}{prompt_tokens + wish}, more than max_model_len {limits.max_model_len}",
         param=prompt_field,
     )
 

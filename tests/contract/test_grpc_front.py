@@ -18,7 +18,7 @@ from coordinator.gateway.health import GENERATION_SERVICE
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.gateway import FakeCore, eos_id, frontend, grpc_server, ids_of, logprobs_of, playing, saying
+from tests.support.gateway import FakeCore, Recorder, eos_id, frontend, grpc_server, ids_of, logprobs_of, playing, saying
 
 pytestmark = pytest.mark.timeout(30)
 Served = tuple[FakeCore, Any]
@@ -242,6 +242,22 @@ async def test_a_client_deadline_closes_the_choice(served: Served) -> None:
     assert exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(core.generations[0].ended.wait(), 5)
     assert core.generations[0].closed == ["client_left"]
+
+
+async def test_every_call_is_counted_once_with_its_code() -> None:
+    recorded, core = Recorder(), FakeCore()
+    async with grpc_server(core, recorded.frontend()) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        await collect(stub.Generate(request()))
+        await failure(stub.Generate(request(n=0)))
+        core.script = playing(asyncio.Event())
+        await failure(stub.Generate(request(), timeout=0.2))
+        await asyncio.wait_for(core.generations[-1].ended.wait(), 5)
+    assert recorded.ended == [
+        ("grpc", "generate", "ok"),
+        ("grpc", "generate", "invalid_value"),
+        ("grpc", "generate", "cancelled"),
+    ]
 
 
 async def test_list_models(served: Served) -> None:

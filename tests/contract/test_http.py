@@ -13,13 +13,16 @@ import pytest
 
 from coordinator.gateway.api import Finished, Tokens
 from protos.errors import Code, SplitpointError
+from protos.splitpoint.v1 import common_pb2
 from tests.support.gateway import (
     EOS,
     FakeCore,
+    Recorder,
     eos_id,
     frontend,
     http_server,
     ids_of,
+    logprobs_of,
     playing,
     saying,
     tiny_tokenizer,
@@ -47,6 +50,11 @@ async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> l
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     return parse_events(response.text)
+
+
+@pytest.fixture
+def recorded() -> Recorder:
+    return Recorder()
 
 
 def all_ended(core: FakeCore) -> bool:
@@ -299,6 +307,42 @@ async def test_completion_logprobs(served: Served) -> None:
     assert [o for _, d in events[:-1] for o in d["choices"][0]["logprobs"]["text_offset"]] == record["text_offset"]
     as_ids = (await client.post(URL, json={**body, "return_tokens_as_token_ids": True})).json()["choices"][0]["logprobs"]
     assert as_ids["tokens"] == [f"token_id:{i}" for i in ids_of("hé you")]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_facts_about_the_prompt_stand_where_vllm_puts_them(served: Served, chat: bool) -> None:
+    core, client = served
+    core.script = playing(
+        Tokens(token_ids=[5], prompt_logprobs=[common_pb2.PositionLogprobs(), logprobs_of(7)]), Finished(finish_reason="length")
+    )
+    body = {"return_token_ids": True, "max_tokens": 1}
+    url, asked = (CHAT_URL, {**CHAT, **body}) if chat else (URL, {"prompt": "x", **body})
+    reply = (await client.post(url, json={**asked, "prompt_logprobs": 1})).json()
+    assert core.submissions[0].sampling.prompt_logprobs == 1
+    prompt = core.submissions[0].prompt_token_ids
+    holder = reply if chat else reply["choices"][0]
+    assert holder["prompt_token_ids"] == prompt
+    assert holder["prompt_logprobs"][0] is None
+    assert holder["prompt_logprobs"][1]["7"] == {"logprob": -0.5, "rank": 1, "decoded_token": tiny_tokenizer().token_text(7)}
+    assert reply["choices"][0]["token_ids"] == [5]
+    first = (await stream(client, url, asked))[0][1]
+    assert (first if chat else first["choices"][0])["prompt_token_ids"] == prompt
+    assert first["choices"][0]["token_ids"] == [5]
+
+
+async def test_every_request_is_counted_once_with_its_code(recorded: Recorder) -> None:
+    core = FakeCore()
+    async with http_server(core, recorded.frontend()) as client:
+        await client.post(CHAT_URL, json=CHAT)
+        await client.post(URL, json={"prompt": ""})
+        core.script = playing(Tokens(token_ids=[5]), SplitpointError(Code.STREAM_BROKEN, "worker died"))
+        await client.post(URL, json={"prompt": "x", "stream": True})
+        assert (await client.get("/metrics")).text == "recorded 3"
+    assert recorded.ended == [
+        ("http", "chat_completions", "ok"),
+        ("http", "completions", "invalid_value"),
+        ("http", "completions", "stream_broken"),
+    ]
 
 
 async def test_path_transport_and_deadline_headers(served: Served) -> None:

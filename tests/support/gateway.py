@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,22 @@ def frontend(**settings: object) -> FrontEnd:
         ),
         manifest=lambda: {"versions": {"vllm": "0.32.0"}},
     )
+
+
+@dataclass
+class Recorder:
+    """A metrics hook that keeps what it is told."""
+
+    ended: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def exposition(self) -> tuple[bytes, str]:
+        return f"recorded {len(self.ended)}".encode(), "text/plain"
+
+    def request_ended(self, *, front: str, endpoint: str, code: str) -> None:
+        self.ended.append((front, endpoint, code))
+
+    def frontend(self) -> FrontEnd:
+        return dataclasses.replace(frontend(), metrics=self)
 
 
 def logprobs_of(token_id: int) -> common_pb2.PositionLogprobs:

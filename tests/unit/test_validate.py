@@ -289,7 +289,7 @@ def nested(depth: int) -> Any:
         ),
         ({"guided_json": nested(70)}, "guided_json", "64"),
         ({"guided_json": "{"}, "guided_json", "JSON"),
-        ({"guided_json": [1]}, "guided_json", "string"),
+        ({"guided_json": [1]}, "guided_json", "object"),
         ({"guided_regex": "("}, "guided_regex", "regular expression"),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"structured_outputs": {}}, "structured_outputs", "none"),
