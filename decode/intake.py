@@ -88,10 +88,11 @@ class Transfer:
 class Intake:
     """All transfers of one decode worker that are not over. `now` is the caller's monotonic clock, seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counter[str] | None = None) -> None:
+        """Late, duplicate and unknown events are added to `counts`, the caller's own when given."""
         self._transfers: dict[TransferId, Transfer] = {}
         self._ended = Tombstones(_REMEMBERED)
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
         return len(self._transfers)

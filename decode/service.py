@@ -57,7 +57,7 @@ class DecodeService:
     def __init__(self, context: WorkerContext, settings: DecodeSettings) -> None:
         self._context = context
         self._settings = settings
-        self.intake = Intake()
+        self.intake = Intake(context.metrics.events)
         self._entries: dict[TransferId, _Entry] = {}
         self.admission = Admission(settings.max_waiting_requests, settings.max_waiting_tokens)
         gauge = context.metrics.gauge

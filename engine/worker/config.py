@@ -13,6 +13,9 @@ class WorkerSettings(BaseModel):
     bind_host: str = "127.0.0.1"
     advertise_host: str = Field(default="127.0.0.1", description="The address gateways and ranks dial.")
     port: int = Field(default=0, ge=0, le=65535, description="0: the system chooses.")
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="Prometheus over HTTP on bind_host; 0: the system chooses; None: no endpoint."
+    )
     max_pending_events: PositiveInt = Field(default=4096, description="Per gateway; beyond it that gateway's legs wait.")
     cleanup_timeout_s: float = Field(default=5.0, gt=0, description="For undoing one leg after its end.")
     rank_timeout_s: float = Field(default=30.0, gt=0, description="From the engine's start until every rank has registered.")

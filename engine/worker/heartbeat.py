@@ -17,6 +17,7 @@ class WorkerHeartbeat:
     worker_id: str
     incarnation: str
     address: str
+    metrics_address: str
     serving: bool
     draining: bool
     running: int = 0
@@ -56,6 +57,7 @@ async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
         worker_id=server.identity.worker_id,
         incarnation=server.identity.incarnation,
         address=server.address,
+        metrics_address=server.metrics_address,
         serving=server.serving,
         draining=server.draining,
         running=running,

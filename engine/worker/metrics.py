@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest, start_http_server
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,6 +22,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
         self.registry = CollectorRegistry()
+        self._http: tuple[WSGIServer, Thread] | None = None
         self._legs = PrometheusCounter(
             "splitpoint_worker_legs", "Legs that ended, by leg and outcome.", ("leg", "outcome"), registry=self.registry
         )
@@ -50,6 +53,20 @@ class WorkerMetrics:
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge that is read at every scrape. Raises `ValueError` when the name is taken."""
         Gauge(f"splitpoint_worker_{name}", text, registry=self.registry).set_function(read)
+
+    def serve(self, host: str, port: int) -> int:
+        """Answer scrapes over HTTP from a thread; returns the port (`port` 0: the system chooses). Raises `OSError`."""
+        server, thread = start_http_server(port, addr=host, registry=self.registry)
+        self._http = (server, thread)
+        return int(server.server_port)
+
+    def close(self) -> None:
+        """End `serve`. Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            http[0].shutdown()
+            http[0].server_close()
+            http[1].join()
 
     def exposition(self) -> bytes:
         """The text format of all of it."""

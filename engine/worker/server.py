@@ -74,6 +74,8 @@ class WorkerServer:
         self.metrics = WorkerMetrics()
         self.registry = RankRegistry(identity.incarnation, identity.control_token)
         self.address = ""
+        self.metrics_address = ""
+        """Where Prometheus finds this worker; empty without `metrics_port`."""
         self.draining = False
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
@@ -125,6 +127,9 @@ class WorkerServer:
         self.metrics.gauge("engine_running", "Requests in the engine's batch.", lambda: engine.load().running)
         self.metrics.gauge("engine_waiting", "Requests in the engine's queue.", lambda: engine.load().waiting)
         self.metrics.gauge("kv_usage", "Share of KV blocks that live requests hold.", lambda: engine.load().kv_usage)
+        if self.settings.metrics_port is not None:
+            port = self.metrics.serve(self.settings.bind_host, self.settings.metrics_port)
+            self.metrics_address = f"{self.settings.advertise_host}:{port}"
         await self._serving(True)
         _log.info("worker serves worker_id=%s incarnation=%s address=%s", *self._names())
         return self.address
@@ -213,6 +218,7 @@ class WorkerServer:
         await self._wait_idle()
         for owner in self.handlers.owners if self.handlers is not None else ():
             await owner.close()
+        self.metrics.close()
         if self.ranks is not None:
             await self.ranks.close()
         if self.engine is not None:

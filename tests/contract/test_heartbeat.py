@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
 from engine.sampling import SamplingParams
+from engine.worker.config import WorkerSettings
 from engine.worker.heartbeat import heartbeat
 from tests.support.pair import pair_of
-from tests.support.workers import colocated_leg, new_grant, prefill_leg
+from tests.support.workers import colocated_leg, new_grant, prefill_leg, running, start_worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,3 +64,18 @@ async def test_a_heartbeat_names_a_dead_engine_and_a_silent_rank() -> None:
         assert not beat.serving
         assert "rank does not answer" in beat.detail
         assert beat.counters["engine_died"] == 1
+
+
+async def test_a_worker_can_be_scraped() -> None:
+    worker = await start_worker(None, worker_settings=WorkerSettings(metrics_port=0))
+    async with running(worker):
+        gateway = await worker.gateway()
+        await gateway.last(await gateway.send(colocated=colocated_leg(PROMPT, SAMPLING)))
+        address = (await heartbeat(worker.server, 5)).metrics_address
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://{address}/metrics")).text
+        assert 'splitpoint_worker_legs_total{leg="colocated",outcome="ok"} 1.0' in text
+        assert "splitpoint_worker_kv_usage 0.0" in text
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"http://{address}/metrics")
