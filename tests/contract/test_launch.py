@@ -1,0 +1,136 @@
+"""What `serve` refuses before it starts anything, and what actor processes set up first. No Ray."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from coordinator.config import Settings, load
+from coordinator.launch import LaunchError, serve
+from coordinator.pools.process import use_cores
+from coordinator.pools.ray_cluster import remove_stale_directories
+from coordinator.pools.ray_nodes import kill_here, process_tree
+from coordinator.pools.reports import ProcessRef
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def settings(tmp_path: Path, *sets: str) -> Settings:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    common = ["engine.kind=simulated", f"engine.model_path={tmp_path}", f"coordinator.state_dir={tmp_path / 'state'}"]
+    ports = [f"gateway.{name}_port=0" for name in ("http", "grpc", "admin")]
+    return load(sets=[*common, *ports, *sets], environment={})
+
+
+def refusal(configured: Settings) -> str:
+    with pytest.raises(LaunchError) as caught:
+        serve(configured, Console(file=io.StringIO()))
+    return str(caught.value)
+
+
+def test_a_missing_model_is_said_with_what_to_do(tmp_path: Path) -> None:
+    text = refusal(settings(tmp_path, f"engine.model_path={tmp_path / 'nowhere'}"))
+    assert "nowhere" in text
+    assert "splitpoint models fetch" in text
+
+
+@pytest.mark.parametrize("name", ["http", "grpc", "admin"])
+def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = refusal(settings(tmp_path, f"gateway.{name}_port={port}"))
+    assert f"gateway.{name}_port" in text
+    assert str(port) in text
+
+
+def test_one_launcher_per_state_directory(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    with (state / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("4711")
+        file.flush()
+        assert "pid 4711" in refusal(settings(tmp_path))
+
+
+def test_directories_of_killed_launchers_are_removed_and_no_others() -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(20)
+    stale, own = Path(f"/tmp/sp-ray-{dead.pid}-test"), Path(f"/tmp/sp-ray-{os.getpid()}-test")
+    stale.mkdir()
+    own.mkdir()
+    try:
+        remove_stale_directories()
+        assert not stale.exists()
+        assert own.exists()
+    finally:
+        own.rmdir()
+
+
+def test_workers_get_cores_of_their_own_going_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5})
+    for slot, threads, cores in ((0, 1, [2]), (1, 1, [3]), (3, 1, [2]), (1, 2, [5, 2]), (0, 9, [2, 3, 5])):
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "")
+        monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+        assert use_cores(slot, threads, pin=True) == cores
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, sorted(cores)))
+
+
+def test_an_operators_own_binding_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "7")
+    use_cores(0, 1, pin=True)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "7"
+
+
+@pytest.mark.fault
+class TestKilling:
+    PARENT = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); time.sleep(99)"
+    )
+
+    def family(self) -> tuple[subprocess.Popen[bytes], psutil.Process]:
+        parent = subprocess.Popen([sys.executable, "-c", self.PARENT])
+        process = psutil.Process(parent.pid)
+        while not process.children():
+            assert parent.poll() is None
+        return parent, process.children()[0]
+
+    def test_a_stopped_process_and_its_children_die(self) -> None:
+        parent, child = self.family()
+        psutil.Process(parent.pid).suspend()
+        assert kill_here([ProcessRef(parent.pid, psutil.Process(parent.pid).create_time())], 10) == []
+        assert not psutil.pid_exists(parent.pid)
+        assert not child.is_running()
+
+    def test_a_child_whose_parent_is_gone_already_dies_too(self) -> None:
+        parent, child = self.family()
+        refs = [ProcessRef(parent.pid, psutil.Process(parent.pid).create_time()), ProcessRef(child.pid, child.create_time())]
+        parent.kill()
+        parent.wait(5)
+        assert child.is_running()
+        assert kill_here(refs, 10) == []
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+    def test_another_process_with_the_same_pid_is_left_alone(self) -> None:
+        parent, child = self.family()
+        assert kill_here([ProcessRef(parent.pid, 1.0)], 1) == []
+        assert parent.poll() is None
+        kill_here([ProcessRef(parent.pid, psutil.Process(parent.pid).create_time())], 10)
+        parent.wait(5)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+    def test_the_own_tree_starts_with_this_process(self) -> None:
+        assert process_tree()[0].pid == os.getpid()
