@@ -34,7 +34,7 @@ class RankControl:
             raise ValueError(f"ranks {[endpoint.rank for endpoint in self.endpoints]} are not 0 to n-1")
         self._metadata = control_metadata(token)
         self._channels = [grpc.aio.insecure_channel(e.address, options=CHANNEL_OPTIONS) for e in self.endpoints]
-        self._stubs = [pb_grpc.KvControlServiceStub(channel) for channel in self._channels]  # type: ignore[no-untyped-call]
+        self._stubs = [pb_grpc.KvControlServiceStub(channel) for channel in self._channels]
         self._releases: set[asyncio.Task[bool]] = set()
 
     async def reserve(

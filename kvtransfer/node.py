@@ -224,9 +224,9 @@ class KvNode:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         try:
             await self._start_transports()
-            pb_grpc.add_KvTransferServiceServicer_to_server(KvTransferServicer(rt), server)  # type: ignore[no-untyped-call]
+            KvTransferServicer(rt).add_to(server)
             control = KvControlServicer(rt, self._token)
-            pb_grpc.add_KvControlServiceServicer_to_server(control, server)  # type: ignore[no-untyped-call]
+            pb_grpc.add_KvControlServiceServicer_to_server(control, server)
             port = server.add_insecure_port(f"{self._settings.bind_host}:0")
             rt.endpoint.CopyFrom(self._make_endpoint(port))
             await server.start()
@@ -286,7 +286,7 @@ class KvNode:
             transports=list(rt.transports),
         )
         async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 await stub.RegisterRank(
                     request, metadata=control_metadata(self._token), timeout=REGISTER_TIMEOUT_S, wait_for_ready=True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvtransfer.rpc import CHANNEL_OPTIONS
+from kvtransfer.wire import FETCH_METHOD, parse_fetch
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -79,7 +80,10 @@ class Peers:
 
     def _dial(self, endpoint: pb.RankEndpoint) -> Peer:
         channel = grpc.aio.insecure_channel(endpoint.address, options=CHANNEL_OPTIONS)
-        stub = pb_grpc.KvTransferServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = pb_grpc.KvTransferServiceStub(channel)
+        stub.Fetch = channel.unary_stream(
+            FETCH_METHOD, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=parse_fetch
+        )
         return Peer(channel, stub, asyncio.create_task(self._handshake(stub, endpoint)))
 
     async def _handshake(self, stub: pb_grpc.KvTransferServiceStub, endpoint: pb.RankEndpoint) -> pb.RankEndpoint:

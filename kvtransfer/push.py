@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any
+
+import grpc
 
 from kvtransfer.layout import first_difference
 from kvtransfer.lease import Lease
@@ -12,6 +15,7 @@ from kvtransfer.machine import Refusal
 from kvtransfer.plan import BlockRange, next_chunk
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.transports.base import Memory, SendChannel, TransportError
+from kvtransfer.wire import SERVICE, serialize_fetch
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import abort
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -20,9 +24,35 @@ from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    blocks: BlockRange
+    header: pb.ChunkHeader
+    payload: Memory
+
+
 class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
     def __init__(self, runtime: NodeRuntime) -> None:
         self._rt = runtime
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`. `Fetch` gets the serializer that does not copy its payload."""
+        # Not through the generated function: its handlers bring their own serializer.
+        fetch = grpc.unary_stream_rpc_method_handler(
+            self.Fetch, request_deserializer=pb.FetchRequest.FromString, response_serializer=serialize_fetch
+        )
+        handshake = grpc.unary_unary_rpc_method_handler(
+            self.Handshake,
+            request_deserializer=pb.HandshakeRequest.FromString,
+            response_serializer=pb.HandshakeResponse.SerializeToString,
+        )
+        complete = grpc.unary_unary_rpc_method_handler(
+            self.Complete,
+            request_deserializer=pb.CompleteRequest.FromString,
+            response_serializer=pb.CompleteResponse.SerializeToString,
+        )
+        methods = {"Fetch": fetch, "Handshake": handshake, "Complete": complete}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:  # noqa: N802
         rt = self._rt
@@ -123,28 +153,42 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 rt.pending_fetches -= 1
 
     async def _send(self, lease: Lease, channel: SendChannel, context: Any, deadline: float) -> None:
+        """Send every chunk in order; the checksum of the next one is computed meanwhile."""
         rt = self._rt
-        sent = index = 0
-        while sent < lease.num_blocks:
+        upcoming: asyncio.Task[_Chunk] | None = asyncio.create_task(self._next(lease, 0, 0, deadline))
+        try:
+            while upcoming is not None:
+                chunk = await upcoming
+                header, end = chunk.header, chunk.blocks.end
+                upcoming = None
+                if not header.last:
+                    upcoming = asyncio.create_task(self._next(lease, end, header.index + 1, deadline))
+                async for response in channel.send(header, chunk.payload):
+                    await context.write(response)
+        finally:
+            if upcoming is not None:
+                upcoming.cancel()
+                await asyncio.gather(upcoming, return_exceptions=True)
+        with rt.lock:
+            rt.leases.sent(lease, rt.now())
+
+    async def _next(self, lease: Lease, first_block: int, index: int, deadline: float) -> _Chunk:
+        """The chunk that begins at `first_block`, once some of it is staged."""
+        rt = self._rt
+        while True:
             with rt.lock:
                 staged, live = lease.staged_blocks, lease.live
             if not live:
                 raise rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
-            chunk = next_chunk(sent, staged, rt.block_bytes, rt.settings.chunk_bytes)
-            if chunk is None:
-                try:
-                    await rt.bell.wait(lease.transfer_id, max(0.0, deadline - rt.now()))
-                except TimeoutError:
-                    text = f"{staged} of {lease.num_blocks} blocks were staged when the time was over"
-                    raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
-                continue
-            payload = self._payload(lease, chunk)
-            header = self._header(lease, index, chunk, await rt.checksum(payload))
-            async for response in channel.send(header, payload):
-                await context.write(response)
-            sent, index = chunk.end, index + 1
-        with rt.lock:
-            rt.leases.sent(lease, rt.now())
+            blocks = next_chunk(first_block, staged, rt.block_bytes, rt.settings.chunk_bytes)
+            if blocks is not None:
+                payload = self._payload(lease, blocks)
+                return _Chunk(blocks, self._header(lease, index, blocks, await rt.checksum(payload)), payload)
+            try:
+                await rt.bell.wait(lease.transfer_id, max(0.0, deadline - rt.now()))
+            except TimeoutError:
+                text = f"{staged} of {lease.num_blocks} blocks were staged when the time was over"
+                raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
 
     def _payload(self, lease: Lease, chunk: BlockRange) -> Memory:
         start = lease.slot.offset

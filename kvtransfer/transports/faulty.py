@@ -126,8 +126,8 @@ class FaultySendChannel:
 
 def _cut(response: pb.FetchResponse) -> pb.FetchResponse:
     """One byte short: of the payload where the stream carries it, of the announcement where it does not."""
-    short = pb.FetchResponse()
-    short.CopyFrom(response)
+    header = response.header if response.HasField("header") else None
+    short = pb.FetchResponse(header=header, payload=bytes(response.payload))
     if short.payload:
         short.payload = short.payload[:-1]
     else:

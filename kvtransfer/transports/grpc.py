@@ -7,10 +7,12 @@ is made, so the slot is free of this transport the moment the stream ends, whate
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 from kvtransfer.memory import as_host, copy_into
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, TransportError
+from kvtransfer.wire import Piece
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 
@@ -28,8 +30,8 @@ class GrpcSendChannel:
         for start in range(0, len(host), self._message_bytes):
             if self._closed:
                 raise TransportError("closed", f"the channel was closed at byte {start} of chunk {header.index}")
-            piece = host[start : start + self._message_bytes].tobytes()
-            yield pb.FetchResponse(header=header if start == 0 else None, payload=piece)
+            # Serialised, and so copied out of the slot, before the node awaits anything.
+            yield cast(pb.FetchResponse, Piece(header if start == 0 else None, host[start : start + self._message_bytes]))
 
     async def drained(self, timeout_s: float) -> bool:
         return True
@@ -56,7 +58,7 @@ class GrpcReceiveChannel:
         if header is None:
             raise TransportError("corrupt", f"{len(response.payload)} bytes of payload without a chunk")
         end = self._landed + len(response.payload)
-        if not response.payload or end > header.bytes:
+        if len(response.payload) == 0 or end > header.bytes:
             raise TransportError("corrupt", f"chunk {header.index}: {end} bytes where {header.bytes} were announced")
         copy_into(self._target[self._landed : end], response.payload)
         self._landed = end
