@@ -19,6 +19,10 @@ class KvTransferSettings(BaseModel):
     send_staging_bytes: PositiveInt = 256 * MIB
     receive_staging_bytes: PositiveInt = 256 * MIB
     checksum: Literal["crc32c", "off"] = "crc32c"
+    ucx_same_host: Literal["contained", "direct"] = Field(
+        "contained",
+        description="direct: about twice as fast on host memory, but a peer that is killed while it is read ends this process.",
+    )
     bind_host: str = "127.0.0.1"
     advertise_host: str = Field("127.0.0.1", description="The address peers dial; checked by dialling it at start.")
     handshake_timeout_s: float = Field(5.0, gt=0)

@@ -1,8 +1,8 @@
 """Payload beside the `Fetch` stream, from slot to slot by UCX: shared memory inside a host, TCP or RDMA between hosts.
 
 The receiver names a channel in `FetchRequest.ucx_worker_address`; a chunk's tag is that channel's number and the chunk's,
-so tags are unique where they are matched. Inside one host endpoints have no UCX error handling, which is what lets UCX use
-shared memory, and a dead peer is known only through `peer_died`; between hosts error handling is on.
+so tags are unique where they are matched. Endpoints are made from worker addresses, with UCX's error handling on: a peer
+that dies costs its transfers and nothing else. Two sides of one host that both allow it go without (`Peer`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import struct
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
@@ -21,9 +22,9 @@ from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.ucx_core import CHUNK_BITS, UCX_VERSION, Operation, Peer, UcxCore
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
-# What travels as `ucx_worker_address`: format, UCX major and minor version, channel, CRC32C of the rest, UCX's own bytes.
-# UCX trusts an address it is given, so a damaged or foreign one must not reach it.
-_FRAME = struct.Struct("<4sBBQI")
+# What travels as `ucx_worker_address`: format, UCX major and minor version, whether error handling may be off, channel,
+# CRC32C of the rest, and UCX's own bytes. UCX trusts an address it is given, so a damaged or foreign one must not reach it.
+_FRAME = struct.Struct("<4sBB?QI")
 _MAGIC = b"SPU1"
 
 RESET_AFTER_S = 5.0
@@ -31,27 +32,36 @@ RESET_AFTER_S = 5.0
 
 
 def create(context: TransportContext) -> UcxTransport:
-    return UcxTransport(host_id=context.host_id, spin_s=context.settings.progress_timeout_s)
+    settings = context.settings
+    return UcxTransport(
+        host_id=context.host_id, spin_s=settings.progress_timeout_s, direct_copy=settings.ucx_same_host == "direct"
+    )
 
 
-def encode_address(address: bytes, channel: int = 0) -> bytes:
-    """A worker address and the channel on it, as peers exchange them."""
-    major, minor, _ = UCX_VERSION
-    return _FRAME.pack(_MAGIC, major, minor, channel, google_crc32c.value(address)) + address
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """A UCX worker address as peers exchange it. `direct_copy`: its owner allows endpoints without error handling."""
 
+    address: bytes
+    direct_copy: bool = False
+    channel: int = 0
 
-def decode_address(framed: bytes) -> tuple[bytes, int]:
-    """The inverse. Raises `TransportError("refused")` for anything that this UCX should not be given."""
-    if len(framed) <= _FRAME.size:
-        raise TransportError("refused", "the peer has no UCX worker address")
-    magic, major, minor, channel, crc = _FRAME.unpack_from(framed)
-    address = framed[_FRAME.size :]
-    if magic != _MAGIC or crc != google_crc32c.value(address):
-        raise TransportError("refused", "the peer's UCX worker address is damaged or of another format")
-    mine = UCX_VERSION[:2]
-    if (major, minor) != mine:
-        raise TransportError("refused", f"the peer has UCX {major}.{minor}, this side {mine[0]}.{mine[1]}")
-    return address, channel
+    def encode(self) -> bytes:
+        crc = google_crc32c.value(self.address)
+        return _FRAME.pack(_MAGIC, *UCX_VERSION[:2], self.direct_copy, self.channel, crc) + self.address
+
+    @classmethod
+    def decode(cls, framed: bytes) -> WorkerAddress:
+        """The inverse. Raises `TransportError("refused")` for anything that this UCX should not be given."""
+        if len(framed) <= _FRAME.size:
+            raise TransportError("refused", "the peer has no UCX worker address")
+        magic, major, minor, direct_copy, channel, crc = _FRAME.unpack_from(framed)
+        address = framed[_FRAME.size :]
+        if magic != _MAGIC or crc != google_crc32c.value(address):
+            raise TransportError("refused", "the peer's UCX worker address is damaged or of another format")
+        if (major, minor) != UCX_VERSION[:2]:
+            raise TransportError("refused", f"the peer has UCX {major}.{minor}, this side {UCX_VERSION[0]}.{UCX_VERSION[1]}")
+        return cls(address, direct_copy, channel)
 
 
 class _Channel:
@@ -151,29 +161,32 @@ class UcxTransport:
 
     scheme = "ucx"
 
-    def __init__(self, *, host_id: str, spin_s: float = 10.0) -> None:
+    def __init__(self, *, host_id: str, spin_s: float = 10.0, direct_copy: bool = False) -> None:
         self._host_id = host_id
         self._spin_s = spin_s
+        self._direct_copy = direct_copy
         self._core = UcxCore()
 
     async def start(self) -> None:
         await self._core.start()
 
     def worker_address(self) -> bytes:
-        return encode_address(self._core.address) if self._core.address else b""
+        return WorkerAddress(self._core.address, self._direct_copy).encode() if self._core.address else b""
 
     def open_send(self, request: pb.FetchRequest) -> UcxSendChannel:
         """Raises `TransportError("refused")` when the receiver's address is missing or not of this UCX."""
-        address, channel = decode_address(request.ucx_worker_address)
-        peer = Peer(request.receiver_incarnation, address, request.receiver_host_id == self._host_id)
-        return UcxSendChannel(self._core, peer, channel, self._spin_s)
+        theirs = WorkerAddress.decode(request.ucx_worker_address)
+        direct = theirs.direct_copy and self._direct_copy and request.receiver_host_id == self._host_id
+        peer = Peer(request.receiver_incarnation, theirs.address, error_handling=not direct)
+        return UcxSendChannel(self._core, peer, theirs.channel, self._spin_s)
 
     def open_receive(self, sender: pb.RankEndpoint, request: pb.FetchRequest) -> UcxReceiveChannel:
         """Fills `request.ucx_worker_address`. Raises `TransportError("refused")` like `open_send`."""
-        address, _ = decode_address(sender.ucx_worker_address)
-        peer = Peer(sender.incarnation, address, sender.host_id == self._host_id)
+        theirs = WorkerAddress.decode(sender.ucx_worker_address)
+        direct = theirs.direct_copy and self._direct_copy and sender.host_id == self._host_id
+        peer = Peer(sender.incarnation, theirs.address, error_handling=not direct)
         channel = self._core.open_channel()
-        request.ucx_worker_address = encode_address(self._core.address, channel)
+        request.ucx_worker_address = WorkerAddress(self._core.address, direct, channel).encode()
         return UcxReceiveChannel(self._core, peer, channel)
 
     def peer_died(self, incarnation: str) -> None:
@@ -190,8 +203,8 @@ class UcxTransport:
             "scheme": self.scheme,
             "ucx_version": ".".join(str(part) for part in UCX_VERSION),
             "devices": " ".join(devices),
-            "same_host": "worker address, no UCX error handling; UCX picks among the shared-memory devices by message size",
-            "cross_host": "worker address, UCX error handling on; UCX picks among the network devices",
+            "same_host": "direct copy, no UCX error handling" if self._direct_copy else "shared memory with UCX error handling",
+            "cross_host": "network devices with UCX error handling",
             "lanes_in_use": "not measured here; `python -m kvtransfer.transports.ucx_probe` measures them",
             "verbs": verbs,
             "rdmacm": rdmacm,

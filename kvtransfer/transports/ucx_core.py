@@ -31,7 +31,7 @@ UCX_ENVIRONMENT = {
     "UCX_MEMTYPE_CACHE": "n",  # the cache misses frees of CUDA memory by other libraries
     "UCX_RNDV_THRESH": "8192",  # above it a send completes only when the receiver has the bytes
     "UCX_MM_ERROR_HANDLING": "y",  # lets shared memory carry endpoints with error handling
-    "UCX_KEEPALIVE_INTERVAL": "1s",
+    "UCX_KEEPALIVE_INTERVAL": "1s",  # how soon a killed peer of this host is seen
     "UCX_MAX_RNDV_RAILS": "1",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
@@ -66,11 +66,15 @@ _never_freed: list[Any] = []
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One incarnation's one rank, and how it is reached. Without `same_host` the endpoint has UCX's error handling on."""
+    """One incarnation's one rank, and how it is reached.
+
+    `error_handling` False lets UCX copy straight from the peer's memory (CMA), about twice as fast, and makes UCX end *this*
+    process when the peer is killed while it copies; it also leaves sends to a dead peer pending until `peer_died`.
+    """
 
     incarnation: str
     address: bytes
-    same_host: bool
+    error_handling: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +105,7 @@ class _State:
     endpoints: dict[Peer, Any] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
     sinks: list[tuple[Any, Any]] = field(default_factory=list)
+    reached: set[Peer] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     moved_at: float = 0.0
     linger_until: float = 0.0
@@ -177,8 +182,8 @@ class UcxCore:
         self._submit(self._linger)
 
     def reset(self, peer: Peer) -> None:
-        """Tear down an endpoint that has error handling: everything outstanding on it completes. No-op on the same host."""
-        if not peer.same_host:
+        """Tear down an endpoint that has error handling: everything outstanding on it completes. No-op on others."""
+        if peer.error_handling:
             self._submit(lambda: self._drop(peer))
 
     def peer_died(self, incarnation: str) -> None:
@@ -272,10 +277,12 @@ class UcxCore:
         if endpoint is None:
             try:
                 address = ucx.UCXAddress.create_from_buffer(bytearray(peer.address))
-                endpoint = ucx.UCXEndpoint.create_from_worker_address(state.worker, address, True)
+                endpoint = ucx.UCXEndpoint.create_from_worker_address(state.worker, address, peer.error_handling)
             except (ucx.UCXError, RuntimeError, ValueError) as exc:
-                raise TransportError("refused", f"no UCX path to incarnation {peer.incarnation!r}: {exc}") from exc
+                reason = "peer_lost" if peer in state.reached else "refused"
+                raise TransportError(reason, f"no UCX path to incarnation {peer.incarnation!r}: {exc}") from exc
             state.endpoints[peer] = endpoint
+            state.reached.add(peer)
             self.counters["endpoints"] += 1
         self._linger()
         return endpoint
@@ -373,12 +380,14 @@ class UcxCore:
         self.counters["warmed" if warm else "sunk"] += 1
 
     def _drop(self, peer: Peer) -> None:
-        """Close an endpoint with error handling so that everything on it completes; bounded, progresses UCX meanwhile."""
+        """Close an endpoint. With error handling everything on it completes; bounded, progresses UCX meanwhile."""
         endpoint = self._state.endpoints.pop(peer, None)
         if endpoint is None:
             return
         self.counters["endpoints_closed"] += 1
-        if endpoint.alive:  # closing one that has failed crashes ucxx
+        if not peer.error_handling:
+            endpoint.close()  # close_blocking can hang here
+        elif endpoint.alive:  # closing one that has failed crashes ucxx
             endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
         self._quiet()
 
@@ -392,6 +401,7 @@ class UcxCore:
         """The process is gone: close its endpoints, then settle what was outstanding whether or not UCX completed it."""
         state = self._state
         state.dead.add(incarnation)
+        state.reached = {peer for peer in state.reached if peer.incarnation != incarnation}
         for peer in [p for p in state.endpoints if p.incarnation == incarnation]:
             self._drop(peer)
         self._advance(time.monotonic())
