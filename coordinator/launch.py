@@ -152,7 +152,8 @@ def _check_ports(settings: Settings) -> None:
 def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster: Cluster) -> Any:
     import ray
 
-    from coordinator.pools.ray_coordinator import COORDINATOR_NAME, CoordinatorActor, CoordinatorSpec
+    from coordinator.pools.ray_coordinator import COORDINATOR_NAME, CoordinatorActor
+    from coordinator.pools.reports import CoordinatorSpec
 
     spec = CoordinatorSpec(run_id=record.run_id, settings=settings, num_gpus=cluster.num_gpus, manifest=record)
     options = {

@@ -10,7 +10,8 @@ import logging
 import secrets
 from dataclasses import dataclass, replace
 
-from coordinator.pools.reconcile import Backoff, WorkerRecord
+from coordinator.config import Settings
+from coordinator.pools.reconcile import Backoff, Rules, WorkerRecord
 from coordinator.pools.reports import Beat
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation, WorkerId
@@ -22,6 +23,20 @@ _PLACED_S = 20.0
 
 _HEALTHY_LIFE_S = 60.0
 """A worker that died after serving for this long starts a new series of failures."""
+
+
+def rules_of(settings: Settings) -> Rules:
+    """The reconcile loop's limits from the configuration."""
+    c = settings.coordinator
+    return Rules(
+        heartbeat_interval_s=c.heartbeat_interval_s,
+        heartbeat_limit_s=c.heartbeat_limit_s,
+        probe_interval_s=max(5.0, 2 * c.heartbeat_interval_s),
+        max_failed_probes=c.missed_heartbeats,
+        start_timeout_s=settings.engine.start_timeout_s + 30.0,
+        restart_backoff_s=c.restart_backoff_s,
+        restart_backoff_max_s=c.restart_backoff_max_s,
+    )
 
 
 @dataclass(slots=True)

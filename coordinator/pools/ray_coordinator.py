@@ -11,21 +11,17 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
-from coordinator.config import Settings, served_model_name
-from coordinator.manifest import RunManifest
+from coordinator.config import served_model_name
 from coordinator.pools import admin
-from coordinator.pools.fleet import Fleet, Member
+from coordinator.pools.fleet import Fleet, Member, rules_of
+from coordinator.pools.probe import answers
 from coordinator.pools.process import log_to
-from coordinator.pools.ray_cluster import NAMESPACE
 from coordinator.pools.ray_fleet import create_worker, end_worker, live_workers, wait_death
 from coordinator.pools.ray_gateway import GATEWAY_PREFIX, create_gateway, drain_gateways
 from coordinator.pools.ray_worker import WorkerActor
@@ -38,53 +34,22 @@ from coordinator.pools.reconcile import (
     ForgetWorker,
     PoolTarget,
     ProbeWorker,
-    Rules,
     StartWorker,
     StopWorker,
     check_scale,
     reconcile,
 )
-from coordinator.pools.reports import Beat, GatewayReport, WorkerSpec
+from coordinator.pools.reports import Beat, CoordinatorSpec, GatewayReport, WorkerSpec
 from coordinator.pools.store import Store
 from coordinator.routing.views import WorkerState, WorkerView
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
-from protos.splitpoint.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
+from protos.splitpoint.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
 
 COORDINATOR_NAME = "coordinator"
 _CALL_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorSpec:
-    """What the coordinator actor is (re)started with. A new `run_id` takes the pools' targets from `settings`; the same one,
-    after a restart, keeps what operators asked for since."""
-
-    run_id: str
-    settings: Settings
-    num_gpus: int
-    manifest: RunManifest
-
-    @property
-    def log_dir(self) -> Path:
-        """One file per actor of this run."""
-        return self.settings.coordinator.state_dir / self.run_id
-
-
-def rules_of(settings: Settings) -> Rules:
-    """The reconcile loop's limits from the configuration."""
-    c = settings.coordinator
-    return Rules(
-        heartbeat_interval_s=c.heartbeat_interval_s,
-        heartbeat_limit_s=c.heartbeat_limit_s,
-        probe_interval_s=max(5.0, 2 * c.heartbeat_interval_s),
-        max_failed_probes=c.missed_heartbeats,
-        start_timeout_s=settings.engine.start_timeout_s + 30.0,
-        restart_backoff_s=c.restart_backoff_s,
-        restart_backoff_max_s=c.restart_backoff_max_s,
-    )
 
 
 class CoordinatorActor:
@@ -223,7 +188,7 @@ class CoordinatorActor:
         if member is None or member.beat is None:
             answered = False
         else:
-            answered = await _answers(member.beat.view, self._spec.settings.coordinator.probe_timeout_s)
+            answered = await answers(member.beat.view, self._spec.settings.coordinator.probe_timeout_s)
         self._fleet.probed(worker_id, answered, time.monotonic())
 
     def _begin_drain(self, worker_id: WorkerId, timeout_s: float, reason: str) -> None:
@@ -407,21 +372,3 @@ def _end_process(task: asyncio.Task[None]) -> None:
     """A coordinator whose loop has ended decides nothing any more; Ray starts another, which learns everything anew."""
     log.critical("the reconcile loop ended", exc_info=None if task.cancelled() else task.exception())
     os._exit(1)
-
-
-async def _answers(view: WorkerView, timeout_s: float) -> bool:
-    """One round trip on the worker's own server."""
-    async with grpc.aio.insecure_channel(view.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        try:
-            reply = await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(
-                worker_pb2.DescribeWorkerRequest(), timeout=timeout_s
-            )
-        except grpc.aio.AioRpcError as error:
-            log.info("probe of %s: %s", view.worker_id, error.code().name)
-            return False
-        return bool(reply.incarnation == view.incarnation)
-
-
-def coordinator_handle() -> ActorHandle:
-    """Raises `ValueError` when there is none."""
-    return ray.get_actor(COORDINATOR_NAME, namespace=NAMESPACE)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.config import Settings
+from coordinator.manifest import RunManifest
 from coordinator.routing.views import Role, WorkerView
 from protos.ids import WorkerId
 
@@ -67,3 +68,19 @@ class GatewayReport:
     in_flight: int
     membership_age_s: float
     ready: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSpec:
+    """What the coordinator actor is (re)started with. A new `run_id` takes the pools' targets from `settings`; the same one,
+    after a restart, keeps what operators asked for since."""
+
+    run_id: str
+    settings: Settings
+    num_gpus: int
+    manifest: RunManifest
+
+    @property
+    def log_dir(self) -> Path:
+        """One file per actor of this run."""
+        return self.settings.coordinator.state_dir / self.run_id
