@@ -172,7 +172,7 @@ def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster
 def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) -> admin_pb2.GetStatusResponse | None:
     """None when a signal came first."""
     import ray
-    from ray.exceptions import GetTimeoutError, RayError
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
     until_s = time.monotonic() + settings.coordinator.start_timeout_s
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -182,7 +182,7 @@ def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) 
         while not stop.count:
             try:
                 status = ray.get(handle.status.remote(), timeout=_CALL_TIMEOUT_S)
-            except GetTimeoutError:
+            except (GetTimeoutError, ActorUnavailableError):
                 status = None
             except RayError as error:
                 raise LaunchError(f"the coordinator died while starting: {error}") from error

@@ -39,7 +39,7 @@ from coordinator.pools.reconcile import (
     check_scale,
     reconcile,
 )
-from coordinator.pools.reports import Beat, CoordinatorSpec, GatewayReport, WorkerSpec
+from coordinator.pools.reports import Beat, CoordinatorSpec, GatewayReport, WorkerFacts, WorkerSpec
 from coordinator.pools.store import Store
 from coordinator.routing.views import WorkerState, WorkerView
 from protos.errors import Code, SplitpointError
@@ -341,15 +341,20 @@ class CoordinatorActor:
 
     async def manifest(self) -> str:
         """The run manifest with the facts of the workers that are ready now, as JSON; also written to its file."""
-        ready = [m for m in self._fleet.members.values() if m.record.state is WorkerState.READY]
-        facts = await asyncio.gather(*(self._facts(m) for m in ready))
-        whole = self._spec.manifest.with_workers([f for f in facts if f is not None])
+        ready = [
+            m for m in self._fleet.members.values() if m.record.state is WorkerState.READY and m.record.worker_id in self._handles
+        ]
+        asked = await asyncio.gather(*(self._facts(m) for m in ready), return_exceptions=True)
+        for member, answer in zip(ready, asked, strict=True):
+            if isinstance(answer, BaseException):
+                log.warning("no facts from worker %s: %s", member.record.worker_id, type(answer).__name__)
+        whole = self._spec.manifest.with_workers([f for f in asked if isinstance(f, WorkerFacts)])
         await asyncio.to_thread(whole.write, self._spec.settings.coordinator.state_dir)
         return whole.to_json()
 
-    async def _facts(self, member: Member) -> Any:
-        handle = self._handles.get(member.record.worker_id)
-        return None if handle is None else await asyncio.wait_for(handle.facts.remote(), _CALL_TIMEOUT_S)
+    async def _facts(self, member: Member) -> WorkerFacts:
+        handle = self._handles[member.record.worker_id]
+        return await asyncio.wait_for(handle.facts.remote(), _CALL_TIMEOUT_S)
 
     async def shutdown(self, timeout_s: float) -> None:
         """Let the gateways finish what is in flight, then drain and stop every worker; start no more. Returns when all are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from coordinator.config import Settings
 from coordinator.pools.ray_cluster import NAMESPACE
 from coordinator.pools.ray_nodes import kill_on_node
 from coordinator.pools.reports import Beat, WorkerSpec
@@ -41,6 +43,8 @@ def create_worker(actor_class: Any, spec: WorkerSpec, num_gpus: int) -> ActorHan
         [bundle] * engine.world_size, strategy="PACK", name=actor_name(spec.worker_id), lifetime="detached"
     )
     alone = engine.world_size == 1
+    if gpus and not alone:
+        spec = replace(spec, settings=_over_ray(spec.settings))
     options = {
         "name": actor_name(spec.worker_id),
         "namespace": NAMESPACE,
@@ -54,6 +58,13 @@ def create_worker(actor_class: Any, spec: WorkerSpec, num_gpus: int) -> ActorHan
         ),
     }
     return actor_class.options(**options).remote(spec)
+
+
+def _over_ray(settings: Settings) -> Settings:
+    """vLLM's own Ray executor spreads the ranks over the placement group, unless the operator chose another."""
+    engine = settings.engine
+    arguments = {"distributed_executor_backend": "ray", **engine.extra_arguments}
+    return settings.model_copy(update={"engine": engine.model_copy(update={"extra_arguments": arguments})})
 
 
 def live_workers() -> dict[WorkerId, ActorHandle]:

@@ -19,7 +19,7 @@ from coordinator.pools.gateway_process import GatewayProcess
 from coordinator.pools.process import log_to
 from coordinator.pools.ray_cluster import NAMESPACE
 from coordinator.pools.reports import GatewayReport
-from protos.errors import SplitpointError
+from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ async def _ask(call: Any, timeout_s: float | None = _CALL_TIMEOUT_S) -> Any:
         cause = error.cause
         if isinstance(cause, SplitpointError):
             raise cause from None
-        raise
+        fault = SplitpointError(Code.INTERNAL, f"the coordinator failed: {type(cause).__name__}")
+        log.exception("admin call failed, error_id=%s", fault.error_id)
+        raise fault from error
     except (RayError, ValueError, TimeoutError) as error:
         raise admin.unavailable(type(error).__name__) from error
 

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import secrets
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +72,11 @@ class WorkerProcess:
         except TimeoutError as error:
             limit = f"engine.start_timeout_s is {self._engine_settings.start_timeout_s:g}"
             reason = f"did not start: {error or 'timed out'} ({limit})"
-        except (EngineDeadError, ValueError, RuntimeError, OSError, ImportError, SplitpointError) as error:
-            log.error("worker %s fails: %s", self.spec.worker_id, traceback.format_exc())
-            reason = f"did not start: {type(error).__name__}: {error}"
+        except Exception as error:
+            # The boundary: whatever it is, it ends this worker, and the coordinator and the log hear of it.
+            log.exception("worker %s fails", self.spec.worker_id)
+            phase = "failed" if self.server.handlers is not None else "did not start"
+            reason = f"{phase}: {type(error).__name__}: {error} (log {self.spec.log_dir / f'{self.spec.worker_id}.log'})"
         finally:
             await self._shut()
         log.info("worker %s ends: %s", self.spec.worker_id, reason)
