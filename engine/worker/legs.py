@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from engine.protocol import Engine, EngineInfo, EngineOutput, EngineRequest, Logprob
@@ -191,8 +191,17 @@ async def run_engine(
     except ValueError as error:
         if begun:
             raise
-        raise invalid(str(error).partition(":")[0], str(error)) from error
+        raise invalid(_refused_field(str(error)), str(error)) from error
     raise SplitpointError(Code.INTERNAL, "the engine's output ended without a reason")
+
+
+_FIELDS = {item.name for item in fields(SamplingParams)} | {"prompt_token_ids"}
+
+
+def _refused_field(text: str) -> str:
+    """The field an engine's refusal begins with; "" when it names none of ours."""
+    word = text.replace(":", " ").partition(" ")[0]
+    return word if word in _FIELDS else ""
 
 
 def tokens_event(output: EngineOutput) -> worker_pb2.TokensEvent:

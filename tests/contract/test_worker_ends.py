@@ -310,6 +310,7 @@ async def test_a_failed_pull_leaves_the_transfer_to_a_decode_that_computes_the_p
         assert last.finished.recomputed
         assert [t for e in events for t in e.tokens.token_ids] + list(last.finished.last.token_ids) == expected
         await pair.to_d.abort(blocker.attempt_id)
+        assert failure(await pair.to_d.event(blocker.attempt_id)).code is Code.CANCELLED
         await pair.let_go()
         await pair.empty()
 
