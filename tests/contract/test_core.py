@@ -371,6 +371,60 @@ async def test_the_only_prefill_lost_means_decode_computes_the_prompt_itself() -
         assert under_test.metric("events_total", event="local_recompute") == 1
 
 
+@pytest.mark.parametrize("staged", [False, True])
+async def test_prefill_lost_after_the_seal_changes_nothing_by_itself(staged: bool) -> None:
+    p, d = workers = pool()
+    async with scripted(*workers) as under_test:
+        reader = await at_forwarded(under_test, p, d)
+        if staged:
+            d.staged(d.of("prepare")[0])
+            await reader.hears("staged")
+        await p.lose()
+        d.finished(d.of("decode")[0], 2, 3, 4, times=TIMES)
+        await reader.end()
+        assert reader.tokens == [1, 2, 3, 4]
+        assert reader.ledger.retry_s == 0.0
+        assert len(d.received) == 2, "prepare and decode, nothing more"
+
+
+async def test_prefill_lost_while_decode_has_staged_what_came_is_recomputed() -> None:
+    p, d = workers = pool()
+    async with scripted(*workers) as under_test:
+        reader = await at_staged(under_test, p, d)
+        await p.lose()
+        d.finished(await d.leg("colocated"), 1, 2, 3, 4)
+        await reader.end()
+        assert reader.tokens == [1, 2, 3, 4]
+        assert (await d.leg("release")).transfer_id == d.of("prepare")[0].grant.transfer_id
+
+
+async def test_the_only_decode_lost_before_the_seal_leaves_one_worker_for_everything() -> None:
+    p, d = workers = pool()
+    async with scripted(*workers) as under_test:
+        reader = await at_prefilling(under_test, p, d)
+        await d.lose()
+        p.finished(await p.leg("colocated"), 1, 2, 3, 4)
+        await reader.end()
+        assert reader.tokens == [1, 2, 3, 4]
+        assert (await p.leg("abort")).attempt_id == p.of("prefill")[0].header.attempt_id
+        assert under_test.metric("recoveries_total", kind="colocated") == 1
+
+
+async def test_load_is_charged_once_per_worker_and_given_back() -> None:
+    p, d = workers = pool()
+    async with scripted(*workers) as under_test:
+        load = under_test.core.router.load
+        reader = await at_prefilling(under_test, p, d)
+        assert load.in_flight_tokens(p.view.incarnation) == len(PROMPT)
+        assert load.in_flight_tokens(d.view.incarnation) == len(PROMPT) + 4
+        p.sealed(p.of("prefill")[0], 1)
+        await reader.has(1)
+        assert load.in_flight_tokens(p.view.incarnation) == 0
+        assert load.in_flight_tokens(d.view.incarnation) == len(PROMPT) + 4, "prepare and decode are one request"
+        await reader.leave()
+        assert load.total_in_flight_tokens() == 0
+
+
 async def test_strict_mode_refuses_to_recompute() -> None:
     p, d = workers = pool()
     async with scripted(*workers, allow_recompute=False) as under_test:
