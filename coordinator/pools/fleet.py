@@ -129,7 +129,7 @@ class Fleet:
             return False
         if worker_id not in self.members:
             # A coordinator that restarted learns its workers from their heartbeats.
-            self.created(worker_id, beat.view.pool, beat.view.role, beat.slot, now_s)
+            self.created(worker_id, beat.view.pool, beat.view.role, beat.slot, now_s - beat.uptime_s)
         member = self.members[worker_id]
         old, record = member.view(now_s), member.record
         state = record.state

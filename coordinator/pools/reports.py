@@ -42,6 +42,7 @@ class Beat:
     node_id: str
     processes: tuple[ProcessRef, ...]
     refusing: bool
+    uptime_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

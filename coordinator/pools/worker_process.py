@@ -53,7 +53,7 @@ class WorkerProcess:
         self._engine_settings = spec.settings.engine_of(spec.pool)
         self._token = secrets.token_hex(16)
         self._refs = host.processes()
-        self._refs_s = time.monotonic()
+        self._born_s = self._refs_s = time.monotonic()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stop_reason: str | None = None
         self._stopping = asyncio.Event()
@@ -180,6 +180,7 @@ class WorkerProcess:
             node_id=self._host.node_id,
             processes=self._refs,
             refusing=self.server.draining,
+            uptime_s=now_s - self._born_s,
         )
 
     async def _view(self, state: WorkerState) -> WorkerView:

@@ -14,7 +14,9 @@ from protos.ids import Incarnation, WorkerId
 D1 = WorkerId("decode-1")
 
 
-def beat(state: WorkerState = WorkerState.READY, *, refusing: bool = False, slot: int = 0, **view: object) -> Beat:
+def beat(
+    state: WorkerState = WorkerState.READY, *, refusing: bool = False, slot: int = 0, uptime_s: float = 0.0, **view: object
+) -> Beat:
     values: dict[str, object] = {
         "worker_id": D1, "incarnation": Incarnation("aa"), "pool": "decode", "role": Role.DECODE, "state": state,
         "address": "127.0.0.1:1", "pid": 7, "fingerprint": b"f", "ranks": (), "max_transfer_tokens": 9, "transports": ("grpc",),
@@ -22,6 +24,7 @@ def beat(state: WorkerState = WorkerState.READY, *, refusing: bool = False, slot
     return Beat(
         view=WorkerView(**{**values, **view}),  # type: ignore[arg-type]
         slot=slot, node_id="n", processes=(ProcessRef(7, 1.0),), refusing=refusing,
+        uptime_s=uptime_s,
     )  # fmt: skip
 
 
@@ -43,6 +46,12 @@ async def test_an_unknown_worker_is_learned_from_its_heartbeat(fleet: Fleet) -> 
     assert fleet.heard(beat(slot=3), 1.0)
     assert fleet.members[D1].record.state is WorkerState.READY
     assert fleet.members[D1].slot == 3
+
+
+async def test_an_unknown_worker_keeps_its_age(fleet: Fleet) -> None:
+    """Which one is the newest decides who goes when a pool shrinks, also after the coordinator was restarted."""
+    fleet.heard(beat(uptime_s=90.0), 100.0)
+    assert fleet.members[D1].record.created_s == 10.0
 
 
 async def test_a_dead_or_forgotten_worker_that_still_beats_is_told_to_end(fleet: Fleet) -> None:
