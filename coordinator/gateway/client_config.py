@@ -17,7 +17,9 @@ class WorkerClientSettings(BaseModel):
     keepalive_timeout_s: float = Field(5.0, gt=0)
     max_waiting_frames: PositiveInt = Field(4096, description="Frames not yet written; beyond it a new leg is refused.")
     max_message_bytes: PositiveInt = Field(64 * 1024 * 1024, description="One frame, either way.")
-    close_grace_s: float = Field(1.0, ge=0, description="How long a closing stream may take to write its last aborts and releases.")
+    close_grace_s: float = Field(
+        1.0, ge=0, description="How long a closing stream may take to write its last aborts and releases."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkerClientSettings:

@@ -96,7 +96,7 @@ class Driver:
 
     def open_attempts(self) -> set[str]:
         """Sent, not over and not aborted."""
-        opened = {a.attempt_id for a in self.actions if isinstance(a, SENDS)}
+        opened: set[str] = {a.attempt_id for a in self.actions if isinstance(a, SENDS)}
         ended = {a.attempt_id for a in self.actions if isinstance(a, LegOver | AbortLeg)}
         return opened - ended
 

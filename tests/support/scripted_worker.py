@@ -43,7 +43,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def start(self) -> WorkerView:
         """Listens, on the same port as before after a `stop`."""
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
         self._port = server.add_insecure_port(f"127.0.0.1:{self._port}")
         await server.start()
         self._server = server

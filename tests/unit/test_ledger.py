@@ -9,7 +9,7 @@ from protos.splitpoint.v1 import common_pb2, worker_pb2
 
 
 def times(**durations: float) -> worker_pb2.LegTimes:
-    return worker_pb2.LegTimes(**durations)
+    return worker_pb2.LegTimes(**durations)  # type: ignore[arg-type]
 
 
 def total(ledger: common_pb2.StageLedger) -> float:

@@ -382,7 +382,7 @@ def at_every_stage() -> list[tuple[str, Driver]]:
 
 @pytest.mark.parametrize("stage", [name for name, _ in at_every_stage()])
 @pytest.mark.parametrize("event", [Closed("client_left"), DeadlinePassed(), Fault(SplitpointError(Code.INTERNAL, "bug"))])
-def test_an_end_from_outside_leaves_nothing(stage: str, event: object) -> None:
+def test_an_end_from_outside_leaves_nothing(stage: str, event: Closed | DeadlinePassed | Fault) -> None:
     driver = dict(at_every_stage())[stage]
     driver.feed(event)
     assert len(driver.terminals) == 1

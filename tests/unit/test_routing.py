@@ -120,7 +120,7 @@ def test_without_a_pair_one_worker_serves_and_it_is_noted() -> None:
 def test_whole_requests_go_to_colocated_workers_first() -> None:
     made = router(worker_view("p"), decode_view("d"), worker_view("c", Role.COLOCATED, running=50))
     assert made.choose((SoloGoal(),), NOW).worker.worker_id == "c"  # type: ignore[union-attr]
-    seen = Counter()
+    seen: Counter[str] = Counter()
     made = router(worker_view("p"), decode_view("d"))
     for _ in range(100):
         seen[made.choose((SoloGoal(),), NOW).worker.worker_id] += 1  # type: ignore[union-attr]
@@ -139,7 +139,7 @@ def test_local_goal_needs_the_very_worker_ready() -> None:
 
 def test_light_traffic_is_shared_between_equals() -> None:
     made = router(worker_view("p1"), worker_view("p2"), decode_view("d"))
-    seen = Counter(pair(made).prefill.worker_id for _ in range(200))
+    seen: Counter[str] = Counter(pair(made).prefill.worker_id for _ in range(200))
     assert 80 <= seen["p1"] <= 120
 
 
