@@ -9,14 +9,31 @@ from typing import Any
 
 from protos.errors import SplitpointError, invalid
 
+MAX_SHOWN_CHARS = 60
+
 
 def shown(value: object) -> str:
     """`value` as it may stand in an error message: short, never a whole prompt."""
+    if isinstance(value, str) and len(value) > MAX_SHOWN_CHARS:
+        return json.dumps(value[:MAX_SHOWN_CHARS]) + "..."
+    if isinstance(value, list | tuple | dict) and len(value) > MAX_SHOWN_CHARS:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
         text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+def nests_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and objects in `value` nest more than `limit` levels."""
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [node for node in level if isinstance(node, dict | list)]
+        if not level:
+            return False
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+    return True
 
 
 class Fields:

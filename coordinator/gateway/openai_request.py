@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.gateway import constraint
-from coordinator.gateway.fields import Fields, check_token_ids, check_unicode, shown
+from coordinator.gateway.fields import Fields, check_token_ids, check_unicode, nests_deeper, shown
 from coordinator.gateway.openai_fields import refuse_known
 from coordinator.gateway.prepare import Prompt
 from coordinator.gateway.tokenizer import TextTokenizer
@@ -22,6 +22,7 @@ from coordinator.gateway.validate import (
 )
 from protos.errors import invalid
 
+MAX_BODY_DEPTH = 128
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 """OpenAI's and vLLM's default of /v1/completions; a chat may use all the room there is."""
 
@@ -54,6 +55,9 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as exc:
         problem = "nested too deeply" if isinstance(exc, RecursionError) else str(exc)
         raise invalid("body", f"body is not valid JSON: {problem}") from exc
+    # Only so many brackets can nest so deep; most bodies need no walk. What is let through can be walked by recursion.
+    if text.count("[") + text.count("{") > MAX_BODY_DEPTH and nests_deeper(body, MAX_BODY_DEPTH):
+        raise invalid("body", f"body must not nest deeper than {MAX_BODY_DEPTH} levels")
     if not isinstance(body, dict):
         raise invalid("body", f"body must be a JSON object, got {shown(body)}")
     return body

@@ -46,7 +46,7 @@ def splitpoint(served: Served, *arguments: str) -> subprocess.CompletedProcess[s
 def completion(served: Served, number: int, max_tokens: int) -> httpx.Response:
     body = {"model": served.model, "prompt": [2000 + number] * 40, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     with served.client() as client:
-        return client.post("/v1/completions", json=body, headers={"x-request-deadline": "30"})
+        return client.post("/v1/completions", json=body, headers={"x-splitpoint-deadline-s": "30"})
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.gateway import constraint
-from coordinator.gateway.fields import Fields
+from coordinator.gateway.fields import Fields, nests_deeper, shown
 from coordinator.gateway.openai_fields import FORBIDDEN, UNSUPPORTED, refuse_known
 from coordinator.gateway.openai_request import parse_body, parse_chat, parse_completion, prompts_of
 from coordinator.gateway.validate import (
@@ -303,6 +303,28 @@ def test_broken_constraints(fields: Any, param: str, says: str) -> None:
     error = refused(constraint.from_openai, Fields(fields))
     assert (error.code, error.param) == (Code.INVALID_VALUE, param)
     assert says in error.message
+
+
+@pytest.mark.parametrize(("depth", "deeper"), [(0, False), (3, False), (4, True)])
+def test_depth_is_counted_exactly(depth: int, deeper: bool) -> None:
+    value: Any = 1
+    for i in range(depth):
+        value = [value] if i % 2 else {"a": value}
+    assert nests_deeper(value, 3) is deeper
+
+
+def test_a_deep_body_is_refused_before_anything_walks_it() -> None:
+    deep = b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}"
+    assert "128" in refused(parse_body, deep).message
+    wide = json.dumps({"prompt": [[1]] * 500}).encode()
+    assert len(parse_body(wide)["prompt"]) == 500
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10_000, list(range(10_000)), {str(i): i for i in range(100)}, [["y" * 500]], 10**300, math.nan]
+)
+def test_a_shown_value_is_short(value: Any) -> None:
+    assert len(shown(value)) < 80
 
 
 def chat(**body: Any) -> Any:
