@@ -18,9 +18,9 @@ from coordinator.pools.reports import Beat, ProcessRef, WorkerFacts, WorkerSpec
 from coordinator.routing.views import RankView, WorkerState, WorkerView
 from engine.config import EngineSettings, KvEngineConfig
 from engine.protocol import Engine, EngineDeadError
+from engine.worker.heartbeat import heartbeat
 from engine.worker.server import WorkerIdentity, WorkerServer
 from kvtransfer.control import RankControl
-from protos.errors import SplitpointError
 from protos.ids import new_incarnation
 
 log = logging.getLogger(__name__)
@@ -188,17 +188,11 @@ class WorkerProcess:
         running = waiting = leases = 0
         kv_usage = 0.0
         if state is WorkerState.READY and server.engine is not None:
-            load = server.engine.load()
-            running, kv_usage = load.running, load.kv_usage
-            # Legs that wait outside the engine, for staging or for KV, are work too.
-            waiting = max(load.waiting, len(server.attempts) - running)
-            try:
-                ranks = await server.rank_status(_STATUS_TIMEOUT_S)
-                leases = max((r.leases + r.sessions for r in ranks), default=0)
-            except (TimeoutError, SplitpointError) as error:
-                detail = f"a rank does not answer: {error or 'timed out'}"
+            beat = await heartbeat(server, _STATUS_TIMEOUT_S)
+            running, waiting, leases, kv_usage = beat.running, beat.waiting, beat.leases, beat.kv_usage
+            detail = beat.detail
+            if detail:
                 log.warning("worker %s: %s", self.spec.worker_id, detail)
-            leases = max(leases, server.open_transfers())
         return WorkerView(
             worker_id=self.spec.worker_id,
             incarnation=self.incarnation,
