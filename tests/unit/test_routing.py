@@ -281,9 +281,9 @@ def test_goals_after_a_failed_single_worker() -> None:
 def p99_of(made: Router, goals: tuple, rounds: int = 300) -> float:
     taken = []
     for _ in range(rounds):
-        began = time.perf_counter()
+        began = time.thread_time()
         route = made.choose(goals, NOW)
-        taken.append(time.perf_counter() - began)
+        taken.append(time.thread_time() - began)
         assert not isinstance(route, Refusal)
         if isinstance(route, PairRoute):
             made.load.charge(route.prefill.incarnation, 100)
@@ -292,8 +292,8 @@ def p99_of(made: Router, goals: tuple, rounds: int = 300) -> float:
 
 
 def test_a_decision_among_1000_workers_is_quick() -> None:
-    """The target is a p99 of 1 ms (a benchmark prints it); the bound here leaves room for a busy machine."""
+    """The target is a p99 of 1 ms. Time of this thread, so that a busy machine does not count."""
     views = [worker_view(f"p{i}", running=i % 7) for i in range(500)] + [decode_view(f"d{i}", running=i % 5) for i in range(500)]
     made = router(*views)
-    assert p99_of(made, first_goals("split", prompt_tokens=100, transport=None, strict=False)) < 0.005
-    assert p99_of(made, (SoloGoal(),)) < 0.005
+    assert p99_of(made, first_goals("split", prompt_tokens=100, transport=None, strict=False)) < 0.001
+    assert p99_of(made, (SoloGoal(),)) < 0.001
