@@ -113,7 +113,8 @@ class VllmEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Run one request; see the protocol. Prompt and limits are checked by vLLM before anything is queued."""
         llm = self._engine()
-        check_prompt(request, llm.model_config.max_model_len)
+        model = llm.model_config
+        check_prompt(request, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size())
         params = self._sampling_params(request)
         # "type" marks a prompt as processed already; releases that know no such mark ignore it.
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}

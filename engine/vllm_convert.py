@@ -23,15 +23,16 @@ _OPTIONAL = (
 )
 
 
-def check_prompt(request: EngineRequest, max_model_len: int) -> None:
-    """Raises `ValueError`, naming the field, for an empty prompt or one that leaves no room for a token."""
+def check_prompt(request: EngineRequest, *, max_model_len: int, vocab_size: int) -> None:
+    """Raises `ValueError`, naming the field, for an empty prompt, one that leaves no room for a token, or an unknown token."""
     tokens = len(request.prompt_token_ids)
     if tokens == 0:
         raise ValueError("prompt_token_ids is empty")
     if tokens >= max_model_len:
-        raise ValueError(
-            f"prompt_token_ids has {tokens} tokens; with at least one more that exceeds max_model_len {max_model_len}"
-        )
+        raise ValueError(f"prompt_token_ids has {tokens} tokens; with one more that exceeds max_model_len {max_model_len}")
+    for extreme in (min(request.prompt_token_ids), max(request.prompt_token_ids)):
+        if not 0 <= extreme < vocab_size:
+            raise ValueError(f"prompt_token_ids holds {extreme}; the vocabulary has {vocab_size} tokens")
 
 
 def sampling_arguments(request: EngineRequest) -> dict[str, Any]:

@@ -79,9 +79,16 @@ def test_prompts_that_leave_no_room(tokens: int, refused: bool) -> None:
     asked = EngineRequest(request_id="r", prompt_token_ids=[1] * tokens, sampling=SamplingParams(max_tokens=1))
     if refused:
         with pytest.raises(ValueError, match="prompt_token_ids"):
-            check_prompt(asked, 10)
+            check_prompt(asked, max_model_len=10, vocab_size=2)
     else:
-        check_prompt(asked, 10)
+        check_prompt(asked, max_model_len=10, vocab_size=2)
+
+
+@pytest.mark.parametrize("token", [-1, 2, 1 << 40])
+def test_tokens_that_no_vocabulary_has(token: int) -> None:
+    asked = EngineRequest(request_id="r", prompt_token_ids=[0, token, 1], sampling=SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match=f"prompt_token_ids holds {token}"):
+        check_prompt(asked, max_model_len=10, vocab_size=2)
 
 
 def completion(**values: Any) -> Any:
