@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +25,7 @@ LegSink = Callable[[worker_pb2.LegEvent, float], None]
 """Takes one event and the gateway clock's time at which its frame was read."""
 
 ENDINGS = frozenset({"sealed", "staged", "finished", "failed"})
+REMEMBERED_ABORTS = 1024
 log = structlog.get_logger(__name__)
 
 
@@ -32,8 +33,8 @@ class WorkerClient:
     """Belongs to one event loop. `start` before use, `close` at the end; neither blocks on the worker.
 
     `on_reachable(incarnation, bool)` is called whenever the stream comes up or goes down, `on_event(name)` for everything that
-    must not stay silent: "worker_stream_lost", "unknown_leg_event", "worker_frame_dropped", "leg_sink_failed". `counts` holds
-    the same names.
+    must not stay silent: "worker_stream_lost", "worker_stream_fault", "late_leg_event" (of an attempt aborted here),
+    "unknown_leg_event", "worker_frame_dropped", "leg_sink_failed". `counts` holds the same names.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class WorkerClient:
         self._on_event = on_event
         self._rng = rng or random.Random()
         self._sinks: dict[str, LegSink] = {}
+        # The last aborted attempts, to tell their late events from unknown ones.
+        self._aborted: deque[str] = deque(maxlen=REMEMBERED_ABORTS)
         # Keyed so that an abort can take back a leg that was never written.
         self._waiting: dict[str, worker_pb2.StreamRequest] = {}
         self._wake = asyncio.Event()
@@ -116,6 +119,7 @@ class WorkerClient:
         if self._waiting.pop(attempt_id, None) is not None:
             self._settle()
             return
+        self._aborted.append(attempt_id)
         self._put_control(worker_pb2.StreamRequest(abort=worker_pb2.AbortLeg(attempt_id=attempt_id, reason=reason)))
 
     def release(self, transfer_id: TransferId, reason: str) -> None:
@@ -158,6 +162,11 @@ class WorkerClient:
                 reason = f"not connected within {self._settings.connect_timeout_s} s"
             except SplitpointError as error:
                 reason = error.message
+            except Exception as error:
+                # A bug here must not leave the legs without their last event, or the worker without a stream.
+                self._count("worker_stream_fault")
+                self._log.exception("worker_stream_fault")
+                reason = repr(error)
             self._set_connected(False)
             self._count("worker_stream_lost")
             self._log.warning("worker_stream_lost", reason=reason, legs=len(self._sinks))
@@ -202,7 +211,7 @@ class WorkerClient:
         over = event.WhichOneof("event") in ENDINGS
         sink = self._sinks.pop(attempt_id, None) if over else self._sinks.get(attempt_id)
         if sink is None:
-            self._count("unknown_leg_event")
+            self._count("late_leg_event" if attempt_id in self._aborted else "unknown_leg_event")
             return
         self._hand(sink, event, arrived_s)
 

@@ -135,6 +135,7 @@ async def test_an_abort_goes_out_at_once_and_the_leg_hears_no_more(worker: Scrip
         worker.finished(await worker.leg("colocated", 2))
         await probe.next()
         assert sink.events.empty()
+        assert (client.counts["late_leg_event"], client.counts["unknown_leg_event"]) == (1, 0)
         client.abort(AttemptId("one"), "client_left")
         assert len(worker.of("abort")) == 1, "idempotent"
 
