@@ -64,7 +64,7 @@ class GatewayProcess:
         name = served_model_name(self._settings)
         installed = versions()
         metrics = GatewayMetrics(name)
-        self.core = GatewayCore(settings, metrics)
+        self.core = GatewayCore(settings, metrics, transports=self._settings.kvtransfer.transport_order)
         self._frontend = FrontEnd(
             settings=settings,
             tokenizer=tokenizer,

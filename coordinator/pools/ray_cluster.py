@@ -26,6 +26,8 @@ from unittest import mock
 
 import psutil
 
+from coordinator.pools.guardian import guarded
+
 log = logging.getLogger(__name__)
 
 NAMESPACE = "splitpoint"
@@ -62,7 +64,7 @@ def joined(address: str, node_ip: str) -> Iterator[Cluster]:
     remove_stale_directories()
     temp_dir = Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir=_TEMP_ROOT))
     try:
-        with _embedded_environment():
+        with _embedded_environment(), guarded(temp_dir) as guardian_pid:
             import ray
 
             with _slim_node():
@@ -83,7 +85,7 @@ def joined(address: str, node_ip: str) -> Iterator[Cluster]:
             finally:
                 processes += _children()
                 ray.shutdown()
-                _end(processes)
+                _end([p for p in processes if p.pid != guardian_pid])
     finally:
         shutil.rmtree(temp_dir, ignore_errors=True)
 

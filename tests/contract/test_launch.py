@@ -134,3 +134,51 @@ class TestKilling:
 
     def test_the_own_tree_starts_with_this_process(self) -> None:
         assert process_tree()[0].pid == os.getpid()
+
+
+@pytest.mark.fault
+class TestGuardian:
+    LAUNCHER = """
+import subprocess, sys
+from pathlib import Path
+from coordinator.pools.guardian import guarded
+with guarded(Path(sys.argv[1])):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    print(child.pid, flush=True)
+    sys.stdin.readline()
+"""
+
+    def launch(self, directory: Path) -> tuple[subprocess.Popen[str], psutil.Process, psutil.Process]:
+        """The launcher, its child and its guardian, once the guardian has seen the child."""
+        directory.mkdir()
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", self.LAUNCHER, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert launcher.stdout is not None
+        child = psutil.Process(int(launcher.stdout.readline()))
+        guardian = next(p for p in psutil.Process(launcher.pid).children() if p.pid != child.pid)
+        # It looks at the family when it starts and every LOOK_EVERY_S; its first look waits for its imports.
+        before = guardian.cpu_times().user
+        while guardian.status() != psutil.STATUS_SLEEPING or guardian.cpu_times().user == before:
+            assert guardian.is_running()
+        return launcher, child, guardian
+
+    def test_a_killed_launchers_family_and_directory_go(self, tmp_path: Path) -> None:
+        launcher, child, guardian = self.launch(tmp_path / "temporary")
+        launcher.kill()
+        launcher.wait(10)
+        _, alive = psutil.wait_procs([child, guardian], timeout=20)
+        assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        assert not (tmp_path / "temporary").exists()
+
+    def test_an_orderly_end_touches_nothing(self, tmp_path: Path) -> None:
+        launcher, child, guardian = self.launch(tmp_path / "temporary")
+        assert launcher.stdin is not None
+        launcher.stdin.write("\n")
+        launcher.stdin.close()
+        assert launcher.wait(20) == 0
+        psutil.wait_procs([guardian], timeout=20)
+        assert not guardian.is_running()
+        assert (tmp_path / "temporary").exists()
+        assert child.is_running()
+        child.kill()
