@@ -88,7 +88,7 @@ class VllmEngine:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 self._llm = await asyncio.shield(constructing)
                 # The first call from this loop also starts watching for the engine core's death.
-                await self._llm.get_supported_tasks()
+                await self._engine().get_supported_tasks()
                 await self._warm_up()
         except BaseException:
             self._children = _new_children(before)
@@ -99,7 +99,7 @@ class VllmEngine:
             await self.stop()
             raise
         self._children = _new_children(before)
-        config = self._llm.vllm_config
+        config = self._engine().vllm_config
         return EngineInfo(
             model=self._settings.served_model_name,
             max_model_len=config.model_config.max_model_len,
