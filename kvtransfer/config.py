@@ -33,3 +33,8 @@ class KvTransferSettings(BaseModel):
         16 * MIB, description="Staged blocks are sent in chunks of at most this, each with a checksum."
     )
     max_pending_fetches: PositiveInt = 1024
+
+    @property
+    def transport_order(self) -> tuple[str, ...]:
+        """What a gateway asks for when the client does not say: the default, then the others."""
+        return (self.default_transport, *(name for name in self.transports if name != self.default_transport))

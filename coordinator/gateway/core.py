@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -23,7 +23,8 @@ log = structlog.get_logger(__name__)
 class GatewayCore:
     """Implements `coordinator.gateway.api.Core`. Belongs to one event loop; feed `membership`, then `submit`.
 
-    `clock` is monotonic seconds, the one that `Submission.received_s` is taken from.
+    `transports` are in order of preference, for requests that do not say. `clock` is monotonic seconds, the one that
+    `Submission.received_s` is taken from.
     """
 
     def __init__(
@@ -31,13 +32,14 @@ class GatewayCore:
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         *,
+        transports: Sequence[str] = ("ucx", "grpc"),
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
-        self.router = Router(settings.routing, rng or random.Random())
+        self.router = Router(settings.routing, rng or random.Random(), transports=transports)
         self.membership = Membership(self.router, settings.worker_client, clock=clock, on_event=metrics.event)
         self.running: set[RunningChoice] = set()
         """Choices that have started and not ended."""

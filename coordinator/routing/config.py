@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from coordinator.routing.views import Role
@@ -14,9 +12,6 @@ class RoutingSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    transports: tuple[Literal["ucx", "grpc"], ...] = Field(
-        ("ucx", "grpc"), min_length=1, description="In order of preference; a pair that has only a later one is counted."
-    )
     colocated_roles: tuple[tuple[Role, ...], ...] = Field(
         ((Role.COLOCATED,), (Role.DECODE, Role.PREFILL)),
         min_length=1,

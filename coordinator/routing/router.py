@@ -33,10 +33,14 @@ BREAKER_OVERRIDDEN = "breaker_overridden"
 
 
 class Router:
-    """Chooses paths and workers. A decision scans the ready workers and copies none of them."""
+    """Chooses paths and workers. A decision scans the ready workers and copies none of them.
 
-    def __init__(self, settings: RoutingSettings, rng: random.Random) -> None:
+    `transports` are in order of preference; a pair that has only a later one leaves a note on its route.
+    """
+
+    def __init__(self, settings: RoutingSettings, rng: random.Random, *, transports: Sequence[str]) -> None:
         self._settings = settings
+        self._transports = tuple(transports)
         self._rng = rng
         self._table: Table = build_table(())
         self._tiers: list[tuple[Candidate, ...]] = []
@@ -103,7 +107,7 @@ class Router:
     def _pair(self, goal: PairGoal, now_s: float, reasons: Counter[str]) -> PairRoute | None:
         if self._table.lonely_prefill:
             reasons[INCOMPATIBLE] += self._table.lonely_prefill
-        wanted = (goal.transport,) if goal.transport is not None else self._settings.transports
+        wanted = (goal.transport,) if goal.transport is not None else self._transports
         for rank, transport in enumerate(wanted):
             pair = self._pair_over(goal, transport, now_s, reasons)
             if pair is not None:

@@ -79,8 +79,7 @@ async def rig(
         for number, role in enumerate(roles):
             workers.append(await start_worker(fabric, f"{role.value}{number}", wire=wire))
         views = [view_of(w, r) for w, r in zip(workers, roles, strict=True)]
-        settings.setdefault("routing", {"transports": ("grpc",)})
-        async with core_over(views, **settings) as under_test:
+        async with core_over(views, transports=("grpc",), **settings) as under_test:
             made = Rig(under_test, workers, views)
             yield made
             await made.idle()

@@ -33,7 +33,9 @@ async def events() -> Counter[str]:
 
 @pytest.fixture
 async def membership(events: Counter[str]) -> AsyncIterator[Membership]:
-    made = Membership(Router(RoutingSettings(), random.Random(1)), SETTINGS, on_event=lambda name: events.update([name]))
+    made = Membership(
+        Router(RoutingSettings(), random.Random(1), transports=("grpc",)), SETTINGS, on_event=lambda name: events.update([name])
+    )
     yield made
     await made.close()
     assert not [t for t in asyncio.all_tasks() if t.get_name().startswith("worker-")]

@@ -140,11 +140,13 @@ class CoreUnderTest:
 
 
 @contextlib.asynccontextmanager
-async def core_over(views: Sequence[WorkerView], **settings: Any) -> AsyncIterator[CoreUnderTest]:
+async def core_over(
+    views: Sequence[WorkerView], *, transports: Sequence[str] = ("ucx", "grpc"), **settings: Any
+) -> AsyncIterator[CoreUnderTest]:
     """A core that knows `views` and, at the end, is idle and leaves no task."""
     before = set(asyncio.all_tasks())
     made = GatewaySettings(worker_client=CLIENT, **settings)
-    core = GatewayCore(made, GatewayMetrics("m"), rng=random.Random(1))
+    core = GatewayCore(made, GatewayMetrics("m"), transports=transports, rng=random.Random(1))
     under_test = CoreUnderTest(core)
     under_test.members(views)
     try:

@@ -30,7 +30,7 @@ NOW = 100.0
 
 
 def router(*views: WorkerView, **settings) -> Router:
-    made = Router(RoutingSettings(**settings), random.Random(1))
+    made = Router(RoutingSettings(**settings), random.Random(1), transports=("ucx", "grpc"))
     made.update(views)
     return made
 
