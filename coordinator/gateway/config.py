@@ -25,7 +25,7 @@ class GatewaySettings(BaseModel):
     served_model_name: str | None = Field(None, description="None: the engine's own `served_model_name`.")
     default_path: Literal["split", "colocated"] = "split"
     default_deadline_s: PositiveFloat = Field(600.0, description="For requests that bring no deadline of their own.")
-    max_deadline_s: PositiveFloat = Field(3600.0, description="A longer deadline of a client is cut to this.")
+    max_deadline_s: PositiveFloat = Field(3600.0, description="A longer deadline is cut (gRPC) or refused (header).")
     retry_budget: NonNegativeInt = Field(2, description="Further attempts that one request may start before its first token.")
     allow_recompute: bool = Field(True, description="False: a transfer that fails is never replaced by computing on decode.")
 

@@ -207,5 +207,6 @@ def _error_response(error: SplitpointError) -> Response:
 
 def _plain_error(status: int, message: str, headers: dict[str, str]) -> Response:
     """What routing itself refuses (404, 405), in the same form."""
-    detail = {"message": message, "type": "invalid_request_error", "param": None, "code": status, "reason": "not_found"}
+    reason = (Code.NOT_FOUND if status == 404 else Code.INVALID_VALUE).value
+    detail = {"message": message, "type": "invalid_request_error", "param": None, "code": status, "reason": reason}
     return JSONResponse({"error": detail}, status_code=status, headers=headers)
