@@ -1,0 +1,84 @@
+"""`splitpoint compare`: send one workload through both paths of a running system, and judge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
+
+DEFAULT_ADMIN = "127.0.0.1:50052"
+ADMIN_TIMEOUT_S = 5.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def compare(
+    quick: Annotated[bool, typer.Option("--quick", help="The short form: at most 90 s; shows much, decides nothing.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record here.")] = None,
+    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a gateway; else its admin is asked.")] = "",
+    admin: Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="Admin address.")] = DEFAULT_ADMIN,
+    url: Annotated[str, typer.Option(metavar="URL", help="Of the gateways that admin knows, the one with this URL.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="SPLITPOINT_API_KEY", help="Bearer key, where the gateway asks for one.")] = "",
+) -> None:
+    """Send one workload through both paths of a running system, and judge which pays."""
+    from coordinator.compare.report import show
+    from coordinator.compare.run import ComparisonError
+    from coordinator.compare.run import quick as run
+
+    if not quick:
+        raise typer.BadParameter("only the short comparison is here; give --quick")
+    errors = Console(stderr=True)
+    found_target, manifest = _ask_admin(admin, url)
+    target = target or found_target
+    if not target:
+        errors.print(f"no gateway: {admin} does not answer or knows none, and no --target was given", style="red", markup=False)
+        raise typer.Exit(1)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task("connecting", total=1.0)
+
+            def say(text: str, share: float) -> None:
+                progress.update(task, description=text, completed=share)
+
+            record = asyncio.run(run(target, json_path=json_path, manifest=manifest, say=say, api_key=api_key))
+    except (ComparisonError, OSError) as error:
+        errors.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from None
+    console = Console()
+    show(record, console)
+    if json_path is not None:
+        console.print(f"record: {json_path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command on these arguments. Returns the exit status: 0 done, 1 failed, 2 wrong usage."""
+    try:
+        app(list(arguments), prog_name="splitpoint compare")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+def _ask_admin(address: str, url: str) -> tuple[str, dict[str, Any]]:
+    """The gRPC address of the gateway (the first, or the one with this URL) and the manifest; empty where there is none."""
+    wanted = url.removeprefix("http://").rstrip("/")
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        try:
+            gateways = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=ADMIN_TIMEOUT_S).gateways
+            manifest = stub.GetManifest(admin_pb2.GetManifestRequest(), timeout=ADMIN_TIMEOUT_S).manifest_json
+        except grpc.RpcError:
+            return "", {}
+    target = next((g.grpc_address for g in gateways if not wanted or g.http_address == wanted), "")
+    return target, json.loads(manifest) if manifest else {}

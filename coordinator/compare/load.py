@@ -1,0 +1,244 @@
+"""Open-loop load over the public gRPC API: each request is sent when it is due, whatever became of those before.
+
+TTFT counts from `due`, so a client that falls behind cannot hide a queue; how far it fell behind is measured too, and a
+probe in which that is no longer small is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from coordinator.compare.stats import percentile
+from coordinator.compare.workload import PlannedRequest, Workload
+from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+MAX_SEND_LAG_SHARE = 0.01
+"""Of the TTFT SLO, at p99."""
+PATHS = ("split", "colocated")
+
+
+class RequestFailedError(Exception):
+    """The service refused or broke off; the text is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One message of a reply: how many tokens are new. The last also brings the ledger."""
+
+    new_tokens: int
+    cached_tokens: int = 0
+    ledger: dict[str, Any] | None = None
+
+
+class Client(Protocol):
+    """One way to ask the service."""
+
+    def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
+        """Raises `RequestFailedError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must meet. `tpot_s` is not asked of one-token outputs; `itl_p99_s` only when given."""
+
+    ttft_s: float
+    tpot_s: float
+    itl_p99_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of one request; times in seconds, TTFT and E2E from `due_s`."""
+
+    index: int
+    due_s: float
+    lag_s: float
+    wanted_tokens: int
+    tokens: int = 0
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    failure: str = ""
+    ledger: dict[str, Any] | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None below two tokens: judged on TTFT alone."""
+        if self.tokens < 2 or self.ttft_s is None or self.e2e_s is None:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.tokens - 1)
+
+    def meets(self, slo: Slo) -> bool:
+        """Failed, refused, late and wrong-length requests do not."""
+        if self.failure or self.ttft_s is None or self.ttft_s > slo.ttft_s:
+            return False
+        tpot_s = self.tpot_s
+        if tpot_s is not None and tpot_s > slo.tpot_s:
+            return False
+        return not (slo.itl_p99_s is not None and self.gaps_s and percentile(self.gaps_s, 0.99) > slo.itl_p99_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """One workload sent once through one path at one rate. `void` says why it does not count, "" when it does."""
+
+    path: str
+    seed: int
+    rate_per_s: float
+    workload_digest: str
+    outcomes: list[Outcome]
+    void: str = ""
+
+    def attainment(self, slo: Slo) -> float:
+        return sum(outcome.meets(slo) for outcome in self.outcomes) / len(self.outcomes)
+
+    @property
+    def lag_p99_s(self) -> float:
+        return percentile([outcome.lag_s for outcome in self.outcomes], 0.99)
+
+
+async def run_probe(
+    client: Client,
+    workload: Workload,
+    *,
+    path: str,
+    rate_per_s: float,
+    deadline_s: float,
+    ttft_slo_s: float | None = None,
+    now: Callable[[], float] = time.perf_counter,
+    on_done: Callable[[], None] = lambda: None,
+) -> Probe:
+    """Send the workload and wait for every reply. Without `ttft_slo_s` the send lag is reported, not judged.
+
+    Cancelling it cancels what is outstanding.
+    """
+    start = now()
+    tasks: list[asyncio.Task[Outcome]] = []
+    async with asyncio.TaskGroup() as group:
+        for index, (request, due_s) in enumerate(zip(workload.requests, workload.due_s(rate_per_s), strict=True)):
+            await asyncio.sleep(max(0.0, start + due_s - now()))
+            task = group.create_task(_one(client, request, index, path, start, due_s, deadline_s, now))
+            task.add_done_callback(lambda _: on_done())
+            tasks.append(task)
+    probe = Probe(
+        path=path,
+        seed=workload.spec.seed,
+        rate_per_s=rate_per_s,
+        workload_digest=workload.digest,
+        outcomes=[task.result() for task in tasks],
+    )
+    if ttft_slo_s is not None and probe.lag_p99_s > MAX_SEND_LAG_SHARE * ttft_slo_s:
+        allowed_ms = MAX_SEND_LAG_SHARE * ttft_slo_s * 1e3
+        probe.void = f"the client fell behind: p99 send lag {probe.lag_p99_s * 1e3:.1f} ms, allowed {allowed_ms:.1f} ms"
+    return probe
+
+
+async def run_one_at_a_time(client: Client, requests: Sequence[PlannedRequest], *, path: str, deadline_s: float) -> list[Outcome]:
+    """Unloaded: each request is due when the one before has ended."""
+    outcomes = []
+    for index, request in enumerate(requests):
+        start = time.perf_counter()
+        outcomes.append(await _one(client, request, index, path, start, 0.0, deadline_s, time.perf_counter))
+    return outcomes
+
+
+async def _one(
+    client: Client,
+    request: PlannedRequest,
+    index: int,
+    path: str,
+    start: float,
+    due_s: float,
+    deadline_s: float,
+    now: Callable[[], float],
+) -> Outcome:
+    due = start + due_s
+    outcome = Outcome(index=index, due_s=due_s, lag_s=now() - due, wanted_tokens=request.output_tokens)
+    last = due
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for piece in client.ask(request, path, deadline_s):
+                arrived = now()
+                if piece.new_tokens:
+                    # Tokens of one message arrive together: one gap, then none.
+                    gaps = [arrived - last] + [0.0] * (piece.new_tokens - 1)
+                    if outcome.ttft_s is None:
+                        outcome.ttft_s = arrived - due
+                        gaps = gaps[1:]
+                    outcome.gaps_s += gaps
+                    outcome.tokens += piece.new_tokens
+                    last = arrived
+                outcome.cached_tokens = max(outcome.cached_tokens, piece.cached_tokens)
+                outcome.ledger = piece.ledger or outcome.ledger
+        outcome.e2e_s = last - due
+        if outcome.tokens != request.output_tokens:
+            outcome.failure = f"{outcome.tokens} tokens came where {request.output_tokens} were forced"
+    except RequestFailedError as error:
+        outcome.failure = str(error)
+    except TimeoutError:
+        outcome.failure = f"not finished {deadline_s:.1f} s after it was sent"
+    return outcome
+
+
+class GrpcClient:
+    """`GenerationService` of one gateway. Use it as an async context manager."""
+
+    def __init__(self, target: str, *, model: str = "", api_key: str = "") -> None:
+        # The proxy of the environment is for the outside, not for the system under test.
+        self._channel = grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._model = model
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+    async def __aenter__(self) -> GrpcClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def model(self, timeout_s: float) -> str:
+        """The served model's id. Raises `RequestFailedError`."""
+        try:
+            reply = await self._stub.ListModels(generation_pb2.ListModelsRequest(), metadata=self._metadata, timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise RequestFailedError(f"{exc.code().name}: {exc.details()}") from exc
+        if not reply.models:
+            raise RequestFailedError("the service serves no model")
+        self._model = reply.models[0].id
+        return self._model
+
+    async def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
+        message = generation_pb2.GenerateRequest(
+            model=self._model,
+            tokenized=generation_pb2.TokenizedInput(input_ids=request.prompt_token_ids),
+            sampling_params=common_pb2.SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True),
+            stream=True,
+        )
+        metadata = (*self._metadata, ("x-splitpoint-path", path))
+        try:
+            # Counts are read from the running total, so tokens whose text is held back are not lost.
+            seen = 0
+            async for reply in self._stub.Generate(message, metadata=metadata, timeout=deadline_s):
+                if reply.HasField("chunk"):
+                    total = reply.chunk.completion_tokens
+                    yield Piece(max(0, total - seen), reply.chunk.cached_tokens)
+                else:
+                    total = reply.complete.completion_tokens
+                    yield Piece(max(0, total - seen), reply.complete.cached_tokens, _ledger(reply.complete))
+                seen = max(seen, total)
+        except grpc.aio.AioRpcError as exc:
+            raise RequestFailedError(f"{exc.code().name}: {exc.details()}") from exc
+
+
+def _ledger(complete: generation_pb2.GenerateComplete) -> dict[str, Any] | None:
+    if not complete.HasField("metrics"):
+        return None
+    return {spec.name: getattr(complete.metrics, spec.name) for spec in complete.metrics.DESCRIPTOR.fields}

@@ -1,0 +1,234 @@
+"""`quick`: one workload through both paths of a running system, in at most a minute and a half, to a verdict.
+
+The few seeds of it never decide; they show the two paths side by side and exercise the whole method.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.compare.load import (
+    PATHS,
+    Client,
+    GrpcClient,
+    Outcome,
+    Probe,
+    RequestFailedError,
+    Slo,
+    run_one_at_a_time,
+    run_probe,
+)
+from coordinator.compare.plan import TAIL_E2ES, QuickPlan, Step, plan_quick
+from coordinator.compare.record import Record, utc_now, write
+from coordinator.compare.stats import knee, log_ratios
+from coordinator.compare.summary import arm, summarise
+from coordinator.compare.verdict import MARGIN, judge
+from coordinator.compare.workload import Workload, WorkloadSpec, make
+
+BUDGET_S = 80.0
+PROMPT_TOKENS = (64, 128)
+OUTPUT_TOKENS = (16, 24)
+TTFT_MULTIPLE = 4.0
+TPOT_MULTIPLE = 2.5
+"""SLOs over the unloaded colocated medians. At 2 to 2.5 times the decode step the sign of a comparison is least known."""
+CALIBRATION_REQUESTS = 4
+CALIBRATION_SEED = 0
+REQUEST_DEADLINE_S = 20.0
+
+Say = Callable[[str, float], None]
+"""Told what happens now and the share of the whole that is done."""
+
+
+class ComparisonError(Exception):
+    """The system cannot be compared; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Unloaded outcomes per path and what follows from the colocated ones."""
+
+    outcomes: dict[str, list[Outcome]]
+    slo: Slo
+    e2e_s: float
+
+
+async def quick(
+    target: str,
+    *,
+    json_path: Path | None = None,
+    manifest: dict[str, Any] | None = None,
+    budget_s: float | None = None,
+    say: Say = lambda text, share: None,
+    api_key: str = "",
+) -> Record:
+    """Compare the two paths behind the gRPC gateway `target` (host:port); with `json_path` the record is written too.
+
+    It ends within `budget_s` (default `BUDGET_S`) and one request's time, measuring less where the system is slow.
+
+    Raises:
+        ComparisonError: the service cannot be reached, or one of the paths serves nothing.
+        OSError: the record cannot be written.
+    """
+    async with GrpcClient(target, api_key=api_key) as client:
+        try:
+            model = await client.model(5.0)
+        except RequestFailedError as error:
+            raise ComparisonError(f"{target}: {error}") from error
+        record = await compare_paths(client, target=target, model=model, budget_s=budget_s or BUDGET_S, say=say)
+    record.manifest = manifest or {}
+    if json_path is not None:
+        write(record, json_path)
+    return record
+
+
+async def compare_paths(client: Client, *, target: str, model: str, budget_s: float, say: Say) -> Record:
+    """The comparison itself, over any client. Raises `ComparisonError`."""
+    began, started_at = time.perf_counter(), utc_now()
+    # Prefix caches outlive a comparison: this run's prompts must be new to them too.
+    run_salt = f"{time.time_ns():x}"
+    say("unloaded, one request at a time", 0.0)
+    calibration = await calibrate(client, run_salt)
+    left_s = budget_s - (time.perf_counter() - began)
+    plan = plan_quick(calibration.e2e_s, left_s)
+    probes, notes = await _run_plan(client, plan, calibration, run_salt, began + budget_s, say)
+    notes += _void_notes(probes)
+    slo = calibration.slo
+    knees, differences, floor = goodputs(plan, probes, slo)
+    notes += [f"seed {entry['seed']}, {name}: goodput {text}" for entry in knees for name, text in _unbracketed(entry)]
+    specs = [_spec(seed, plan.requests) for seed in plan.seeds]
+    return Record(
+        kind="quick",
+        target=target,
+        model=model,
+        started_at=started_at,
+        wall_s=time.perf_counter() - began,
+        workloads=specs,
+        workload_digests={str(spec.seed): make(spec).digest for spec in specs},
+        slo=slo,
+        slo_multiples={"ttft": TTFT_MULTIPLE, "tpot": TPOT_MULTIPLE},
+        rates_per_s=list(plan.rates_per_s),
+        unloaded=[summarise(path, calibration.outcomes[path], slo) for path in PATHS],
+        loaded=[arm(path, probes, slo) for path in PATHS],
+        knees=knees,
+        probes=probes,
+        judgement=judge(differences, floor, MARGIN),
+        notes=notes,
+    )
+
+
+async def calibrate(client: Client, run_salt: str) -> Calibration:
+    """A warm-up and a few requests per path, one at a time, paths alternating. Raises `ComparisonError`."""
+    workload = make(_spec(CALIBRATION_SEED, CALIBRATION_REQUESTS))
+    outcomes: dict[str, list[Outcome]] = {path: [] for path in PATHS}
+    for path in PATHS:
+        first = workload.salted(f"{run_salt}/warm/{path}").requests[:1]
+        await run_one_at_a_time(client, first, path=path, deadline_s=REQUEST_DEADLINE_S)
+    for index in range(CALIBRATION_REQUESTS):
+        for path in PATHS:
+            request = workload.salted(f"{run_salt}/unloaded/{path}").requests[index]
+            outcomes[path] += await run_one_at_a_time(client, [request], path=path, deadline_s=REQUEST_DEADLINE_S)
+    for path in PATHS:
+        failures = [outcome.failure for outcome in outcomes[path] if outcome.failure]
+        if failures:
+            raise ComparisonError(f"the {path} path fails even unloaded: {failures[0]}")
+    base = summarise("colocated", outcomes["colocated"], None)
+    if base.ttft is None or base.tpot is None or base.e2e is None or base.e2e.p50 <= 0:
+        raise ComparisonError("the colocated path answered without a measurable latency")
+    slo = Slo(ttft_s=TTFT_MULTIPLE * base.ttft.p50, tpot_s=TPOT_MULTIPLE * base.tpot.p50)
+    return Calibration(outcomes, slo, base.e2e.p50)
+
+
+def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[dict[str, Any]], list[float], list[float]]:
+    """Per seed the knees of each arm; log ratios split over colocated; log ratios of colocated over itself.
+
+    A seed without a bracketed knee in both arms gives no ratio: a bound is not a measurement.
+    """
+    knees: list[dict[str, Any]] = []
+    differences: list[float] = []
+    floor: list[float] = []
+    for seed in plan.seeds:
+        entry: dict[str, Any] = {"seed": seed}
+        for name, path, half in (
+            ("split", "split", None),
+            ("colocated", "colocated", None),
+            ("colocated_first", "colocated", 0),
+            ("colocated_second", "colocated", 1),
+        ):
+            chosen = _probes(plan, probes, seed, path, half)
+            if not chosen:
+                entry[name] = {"rate_per_s": None, "why": "not measured"}
+                continue
+            found = knee([p.rate_per_s for p in chosen], [p.attainment(slo) for p in chosen])
+            entry[name] = {"rate_per_s": found.rate_per_s, "why": found.why}
+        knees.append(entry)
+        differences += _ratio(entry["split"], entry["colocated"])
+        floor += _ratio(entry["colocated_first"], entry["colocated_second"])
+    return knees, differences, floor
+
+
+async def _run_plan(
+    client: Client, plan: QuickPlan, calibration: Calibration, run_salt: str, end_at: float, say: Say
+) -> tuple[list[Probe], list[str]]:
+    """Every step, until the next would end after `end_at` (perf_counter)."""
+    probes: list[Probe] = []
+    for number, step in enumerate(plan.steps):
+        expected_s = plan.requests / step.rate_per_s + TAIL_E2ES * calibration.e2e_s
+        if time.perf_counter() + expected_s > end_at:
+            return probes, [f"out of time after {number} of {len(plan.steps)} probes"]
+        say(f"{step.path} at {step.rate_per_s:.2f} requests/s, seed {step.seed}", number / len(plan.steps))
+        workload = _workload(plan, step, f"{run_salt}/{number}")
+        deadline_s = min(REQUEST_DEADLINE_S, max(1.0, end_at - time.perf_counter()))
+        probe = await run_probe(
+            client,
+            workload,
+            path=step.path,
+            rate_per_s=step.rate_per_s,
+            deadline_s=deadline_s,
+            ttft_slo_s=calibration.slo.ttft_s,
+        )
+        probes.append(probe)
+    say("done", 1.0)
+    return probes, []
+
+
+def _workload(plan: QuickPlan, step: Step, salt: str) -> Workload:
+    return make(_spec(step.seed, plan.requests)).salted(salt)
+
+
+def _spec(seed: int, requests: int) -> WorkloadSpec:
+    return WorkloadSpec(seed=seed, requests=requests, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS)
+
+
+def _probes(plan: QuickPlan, probes: Sequence[Probe], seed: int, path: str, half: int | None) -> list[Probe]:
+    """Probes are in the plan's order; a run that was cut has fewer."""
+    return [
+        probe
+        for step, probe in zip(plan.steps, probes, strict=False)
+        if not probe.void and step.seed == seed and step.path == path and half in (None, step.half)
+    ]
+
+
+def _void_notes(probes: Sequence[Probe]) -> list[str]:
+    notes = []
+    for path in PATHS:
+        own = [probe for probe in probes if probe.path == path]
+        void = [probe for probe in own if probe.void]
+        if void:
+            worst = max(void, key=lambda probe: probe.lag_p99_s)
+            text = f"{len(void)} of {len(own)} {path} probes are void and decide nothing; at worst, {worst.void}"
+            notes.append(text + ("; their figures are shown for want of others" if len(void) == len(own) else ""))
+    return notes
+
+
+def _ratio(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
+    if first["rate_per_s"] is None or second["rate_per_s"] is None:
+        return []
+    return log_ratios([first["rate_per_s"]], [second["rate_per_s"]])
+
+
+def _unbracketed(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, entry[name]["why"]) for name in ("split", "colocated") if entry[name]["why"]]

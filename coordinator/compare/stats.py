@@ -1,0 +1,137 @@
+"""The statistics of a comparison. Pure. The unit is the seed, never the request."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize
+from scipy import stats as scipy_stats
+
+CONFIDENCE = 0.95
+MAX_SEEDS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A two-sided t-interval for a mean."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` (0 to 1) of `values` do not exceed.
+
+    Raises:
+        ValueError: `values` is empty or `share` is outside (0, 1].
+    """
+    if not values or not 0 < share <= 1:
+        raise ValueError("percentile needs values and a share in (0, 1]")
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+
+
+def log_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """log(n / d) per pair.
+
+    Raises:
+        ValueError: lengths differ or a value is not positive.
+    """
+    if len(numerators) != len(denominators):
+        raise ValueError("pairs need sequences of one length")
+    if any(value <= 0 for value in (*numerators, *denominators)):
+        raise ValueError("a ratio needs positive values")
+    return [math.log(n / d) for n, d in zip(numerators, denominators, strict=True)]
+
+
+def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+    """None for fewer than two values: one value says nothing about its own spread."""
+    count = len(values)
+    if count < 2:
+        return None
+    mean = statistics.fmean(values)
+    half = _quantile(count, confidence) * statistics.stdev(values) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half, count)
+
+
+def equivalence_p(values: Sequence[float], margin: float) -> float:
+    """The p-value of two one-sided t-tests that the mean lies in (-margin, margin): the larger of the two.
+
+    Equivalent at level a when p < a; that is the same as the (1 - 2a) t-interval lying inside the margin.
+
+    Raises:
+        ValueError: fewer than two values, or a margin that is not positive.
+    """
+    if len(values) < 2 or margin <= 0:
+        raise ValueError("two one-sided tests need two values and a positive margin")
+    mean = statistics.fmean(values)
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    if error == 0:
+        return 0.0 if abs(mean) < margin else 1.0
+    freedom = len(values) - 1
+    above = float(scipy_stats.t.sf((mean + margin) / error, freedom))
+    below = float(scipy_stats.t.cdf((mean - margin) / error, freedom))
+    return max(above, below)
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """Where attainment crosses the level. `rate_per_s` is None when the rates tried do not bracket it; `why` says which way."""
+
+    rate_per_s: float | None
+    why: str = ""
+
+
+def knee(rates_per_s: Sequence[float], attainments: Sequence[float], level: float = 0.9) -> Knee:
+    """The rate at which a falling fit through the points crosses `level`.
+
+    Attainment can only fall with the rate, so the points are first made monotone (least squares, equal rates averaged),
+    then joined by straight lines.
+
+    Raises:
+        ValueError: no points, or lengths differ.
+    """
+    if not rates_per_s or len(rates_per_s) != len(attainments):
+        raise ValueError("a knee needs rates and as many attainments")
+    by_rate: dict[float, list[float]] = {}
+    for rate, attainment in zip(rates_per_s, attainments, strict=True):
+        by_rate.setdefault(rate, []).append(attainment)
+    rates = sorted(by_rate)
+    means = [statistics.fmean(by_rate[rate]) for rate in rates]
+    weights = [float(len(by_rate[rate])) for rate in rates]
+    fitted = [float(y) for y in optimize.isotonic_regression(means, weights=weights, increasing=False).x]
+    if fitted[0] < level:
+        return Knee(None, f"below the lowest rate tried ({rates[0]:.3g}/s)")
+    if fitted[-1] >= level:
+        return Knee(None, f"above the highest rate tried ({rates[-1]:.3g}/s)")
+    after = next(i for i, value in enumerate(fitted) if value < level)
+    share = (fitted[after - 1] - level) / (fitted[after - 1] - fitted[after])
+    return Knee(rates[after - 1] + share * (rates[after] - rates[after - 1]))
+
+
+def seeds_to_settle(values: Sequence[float], margin: float, minimum: int) -> int | None:
+    """How many seeds in all would decide if further ones had this mean and spread; None: more than `MAX_SEEDS`, or unknown.
+
+    `margin` bounds |log ratio|. Needs two values.
+    """
+    if len(values) < 2:
+        return None
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    counts = np.arange(max(minimum, len(values)), MAX_SEEDS + 1)
+    half = scipy_stats.t.ppf((1 + CONFIDENCE) / 2, counts - 1) * spread / np.sqrt(counts)
+    decides = (mean - half > margin) | (mean + half < -margin) | ((mean - half > -margin) & (mean + half < margin))
+    return int(counts[np.argmax(decides)]) if decides.any() else None
+
+
+def _quantile(count: int, confidence: float) -> float:
+    return float(scipy_stats.t.ppf((1 + confidence) / 2, count - 1))

@@ -1,0 +1,115 @@
+"""The statistics against known values and against scipy's own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from coordinator.compare import stats
+
+
+def test_t_interval_equals_scipys() -> None:
+    values = [0.11, 0.07, 0.15, 0.09, 0.12]
+    interval = stats.t_interval(values)
+    assert interval is not None
+    expected = scipy_stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
+    assert interval.mean == pytest.approx(np.mean(values))
+    assert interval.half_width == pytest.approx((expected.high - expected.low) / 2)
+
+
+def test_t_interval_of_a_textbook_sample() -> None:
+    """Mean 2, deviation 1, n 3: half-width 4.303 / sqrt(3)."""
+    interval = stats.t_interval([1.0, 2.0, 3.0])
+    assert interval is not None
+    assert interval.half_width == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+
+
+@pytest.mark.parametrize("values", [[], [0.3]])
+def test_no_interval_from_fewer_than_two(values: list[float]) -> None:
+    assert stats.t_interval(values) is None
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=20), st.floats(0.01, 0.5))
+def test_two_one_sided_tests_agree_with_the_interval(values: list[float], margin: float) -> None:
+    """p < 2.5 % exactly when the 95 % interval lies inside the margin."""
+    interval = stats.t_interval(values)
+    assert interval is not None
+    inside = interval.low > -margin and interval.high < margin
+    p = stats.equivalence_p(values, margin)
+    if abs(p - 0.025) > 1e-6:
+        assert (p < 0.025) is inside
+
+
+def test_equivalence_p_equals_scipys_one_sided_tests() -> None:
+    values = [0.01, -0.02, 0.015, 0.0, 0.02, -0.01]
+    low = scipy_stats.ttest_1samp(values, -0.05, alternative="greater").pvalue
+    high = scipy_stats.ttest_1samp(values, 0.05, alternative="less").pvalue
+    assert stats.equivalence_p(values, 0.05) == pytest.approx(max(low, high))
+
+
+def test_log_ratios_are_paired() -> None:
+    assert stats.log_ratios([2.0, 1.0], [1.0, 2.0]) == pytest.approx([math.log(2), -math.log(2)])
+
+
+@pytest.mark.parametrize(("first", "second"), [([1.0], []), ([0.0], [1.0]), ([1.0], [-1.0])])
+def test_log_ratios_refuse(first: list[float], second: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"ratio|pairs"):
+        stats.log_ratios(first, second)
+
+
+def test_percentile_is_an_observed_value() -> None:
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert stats.percentile(values, 0.5) == 3.0
+    assert stats.percentile(values, 0.9) == 5.0
+    assert stats.percentile(list(range(1, 101)), 0.99) == 99
+    with pytest.raises(ValueError, match="percentile"):
+        stats.percentile([], 0.5)
+
+
+def test_knee_is_where_the_line_crosses() -> None:
+    found = stats.knee([1.0, 2.0, 3.0], [1.0, 0.95, 0.75])
+    assert found.rate_per_s == pytest.approx(2.25)
+    assert found.why == ""
+
+
+def test_knee_of_a_curve_that_rises_is_taken_from_the_monotone_fit() -> None:
+    """0.8 then 1.0 is fitted as 0.9, 0.9: the crossing lies after both."""
+    found = stats.knee([1.0, 2.0, 3.0], [0.8, 1.0, 0.5])
+    assert found.rate_per_s == pytest.approx(2.0)
+
+
+def test_knee_averages_equal_rates() -> None:
+    assert stats.knee([1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 0.9, 0.7]).rate_per_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("attainments", "side"), [([0.5, 0.4], "below the lowest"), ([1.0, 0.95], "above the highest")])
+def test_knee_outside_the_rates_is_not_invented(attainments: list[float], side: str) -> None:
+    found = stats.knee([1.0, 2.0], attainments)
+    assert found.rate_per_s is None
+    assert side in found.why
+
+
+def test_seeds_to_settle_is_the_first_count_that_decides() -> None:
+    values = [0.10, 0.30, 0.05]
+    margin = math.log1p(0.05)
+    needed = stats.seeds_to_settle(values, margin, 3)
+    assert needed is not None
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
+
+    def low(count: int) -> float:
+        return mean - scipy_stats.t.ppf(0.975, count - 1) * spread / math.sqrt(count)
+
+    assert low(needed) > margin
+    assert low(needed - 1) <= margin
+
+
+def test_seeds_to_settle_knows_no_answer_on_the_margin() -> None:
+    margin = 0.1
+    assert stats.seeds_to_settle([0.0, 0.2], margin, 3) is None
+    assert stats.seeds_to_settle([0.1], margin, 3) is None

@@ -1,0 +1,99 @@
+"""The four verdicts and the gates before them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from coordinator.compare.verdict import MIN_SEEDS, Verdict, judge
+
+QUIET_FLOOR = [0.004, -0.004, 0.002, -0.002]
+
+
+def around(ratio: float, *, count: int = 6, spread: float = 0.01) -> list[float]:
+    """Log ratios with this mean and a spread of alternating sign."""
+    return [math.log(ratio) + spread * (1 if i % 2 else -1) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [(1.3, Verdict.SPLIT), (0.75, Verdict.COLOCATE), (1.0, Verdict.EQUIVALENT), (1.05, Verdict.UNDECIDED)],
+)
+def test_the_four_verdicts(ratio: float, verdict: Verdict) -> None:
+    judgement = judge(around(ratio), QUIET_FLOOR)
+    assert judgement.verdict is verdict
+    assert judgement.ratio == pytest.approx(ratio)
+    assert judgement.low is not None
+    assert judgement.high is not None
+    assert judgement.low < ratio < judgement.high
+
+
+def test_a_difference_below_the_margin_is_no_win() -> None:
+    """Surely above 1, and as surely inside 5 %: equivalent."""
+    judgement = judge(around(1.02, spread=0.001), QUIET_FLOOR)
+    assert judgement.low is not None
+    assert judgement.low > 1
+    assert judgement.verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.parametrize("count", range(MIN_SEEDS))
+def test_fewer_than_three_seeds_never_decide(count: int) -> None:
+    judgement = judge(around(3.0, count=count, spread=0.0001), QUIET_FLOOR)
+    assert judgement.verdict is Verdict.UNDECIDED
+    assert "never decide" in judgement.reason
+    assert judgement.seeds == count
+    assert judgement.seeds_needed == MIN_SEEDS
+
+
+@pytest.mark.parametrize(
+    ("floor", "why"),
+    [
+        ([], "not measured against itself"),
+        ([0.01], "not measured against itself"),
+        ([0.03, 0.031, 0.029], "differs from itself"),
+        ([0.3, -0.3, 0.1], "wider than the margin"),
+    ],
+)
+def test_an_unfit_rig_decides_nothing(floor: list[float], why: str) -> None:
+    judgement = judge(around(2.0), floor)
+    assert judgement.verdict is Verdict.UNDECIDED
+    assert judgement.reason.startswith("rig unfit")
+    assert why in judgement.reason
+
+
+def test_undecided_says_how_many_more_seeds() -> None:
+    judgement = judge([0.02, 0.16, 0.12], QUIET_FLOOR)
+    assert judgement.verdict is Verdict.UNDECIDED
+    assert judgement.seeds_needed is not None
+    assert judgement.seeds_needed > 3
+    assert f"about {judgement.seeds_needed - 3} more" in judgement.sentence()
+
+
+def test_seeds_do_not_mend_a_rig() -> None:
+    assert judge(around(2.0), [0.3, -0.3, 0.1]).seeds_needed is None
+
+
+def test_verdict_mirrors_when_the_arms_change_places() -> None:
+    source = random.Random(5)
+    mirror = {Verdict.SPLIT: Verdict.COLOCATE, Verdict.COLOCATE: Verdict.SPLIT}
+    for _ in range(200):
+        differences = [source.gauss(source.choice([-0.2, 0.0, 0.2]), 0.02) for _ in range(5)]
+        there = judge(differences, QUIET_FLOOR).verdict
+        back = judge([-d for d in differences], QUIET_FLOOR).verdict
+        assert back is mirror.get(there, there)
+
+
+def test_sentence_names_the_verdict_and_its_ground() -> None:
+    text = judge(around(1.3), QUIET_FLOOR).sentence()
+    assert text.startswith("split: ")
+    assert "1.30" in text
+    assert "6 seeds" in text
+    assert "more would settle" not in text
+
+
+@pytest.mark.parametrize("margin", [0.0, -0.1, 1.0])
+def test_margin_is_checked(margin: float) -> None:
+    with pytest.raises(ValueError, match="margin"):
+        judge([], [], margin)

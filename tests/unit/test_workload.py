@@ -1,0 +1,95 @@
+"""Workloads are sequences that repeat exactly, and salts that change only what a cache sees; plans that fit their time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.compare.plan import MIN_REQUESTS, ORDER, plan_quick
+from coordinator.compare.workload import SALT_TOKENS, WorkloadSpec, make
+
+SPEC = WorkloadSpec(seed=7, requests=200, prompt_tokens=(64, 128), output_tokens=(16, 24))
+
+
+def test_same_seed_same_workload_other_seed_another() -> None:
+    assert make(SPEC) == make(SPEC)
+    assert make(SPEC).digest == make(SPEC).digest
+    assert make(dataclasses.replace(SPEC, seed=8)).digest != make(SPEC).digest
+
+
+def test_lengths_and_tokens_keep_their_ranges() -> None:
+    requests = make(SPEC).requests
+    lengths = {len(request.prompt_token_ids) for request in requests}
+    outputs = {request.output_tokens for request in requests}
+    assert min(lengths) >= 64
+    assert max(lengths) <= 128
+    assert outputs == set(range(16, 25))
+    tokens = {token for request in requests for token in request.prompt_token_ids}
+    assert min(tokens) >= SPEC.first_token
+    assert max(tokens) < SPEC.end_token
+
+
+def test_gaps_have_unit_rate() -> None:
+    gaps = [request.gap for request in make(dataclasses.replace(SPEC, requests=5000)).requests]
+    assert sum(gaps) / len(gaps) == pytest.approx(1.0, abs=0.05)
+
+
+@given(st.floats(0.1, 100))
+def test_a_rate_only_scales_time(rate_per_s: float) -> None:
+    workload = make(dataclasses.replace(SPEC, requests=20))
+    unit = workload.due_s(1.0)
+    assert workload.due_s(rate_per_s) == pytest.approx([due / rate_per_s for due in unit])
+    assert all(a <= b for a, b in itertools.pairwise(unit))
+
+
+def test_salt_changes_heads_and_nothing_else() -> None:
+    plain, salted = make(SPEC), make(SPEC).salted("a")
+    assert salted == make(SPEC).salted("a")
+    for before, after in zip(plain.requests, salted.requests, strict=True):
+        assert (after.gap, after.output_tokens) == (before.gap, before.output_tokens)
+        assert len(after.prompt_token_ids) == len(before.prompt_token_ids)
+        assert after.prompt_token_ids[SALT_TOKENS:] == before.prompt_token_ids[SALT_TOKENS:]
+        assert after.prompt_token_ids[:SALT_TOKENS] != before.prompt_token_ids[:SALT_TOKENS]
+
+
+def test_no_two_prompts_of_any_probe_share_a_head() -> None:
+    heads = [request.prompt_token_ids[:SALT_TOKENS] for salt in "abc" for request in make(SPEC).salted(salt).requests]
+    assert len(set(heads)) == len(heads)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"requests": 0},
+        {"prompt_tokens": (2, 10)},
+        {"prompt_tokens": (20, 10)},
+        {"output_tokens": (0, 1)},
+        {"first_token": 5, "end_token": 5},
+    ],
+)
+def test_bad_specs_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        dataclasses.replace(SPEC, **changes)
+
+
+def test_a_plan_is_abba_per_seed_and_rate_and_fits() -> None:
+    plan = plan_quick(0.5, 70.0)
+    assert plan.expected_s <= 70
+    assert plan.requests >= MIN_REQUESTS
+    for _, group in itertools.groupby(plan.steps, key=lambda step: (step.seed, step.rate_per_s)):
+        assert tuple(step.path for step in group) == ORDER
+    halves = [step.half for step in plan.steps[:4]]
+    assert halves == [0, 0, 1, 1]
+    assert len(plan.steps) == len(plan.seeds) * len(plan.rates_per_s) * len(ORDER)
+
+
+def test_a_slow_system_gets_fewer_seeds() -> None:
+    assert len(plan_quick(0.3, 70.0).seeds) == 2
+    slow = plan_quick(2.0, 70.0)
+    assert len(slow.seeds) == 1
+    assert slow.requests == MIN_REQUESTS
