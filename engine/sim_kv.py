@@ -36,6 +36,7 @@ class RankNode(Protocol):
     def commit_chunk(
         self, transfer_id: TransferId, first_block: int, num_blocks: int, *, last: bool, ready: Callable[[], bool] | None = None
     ) -> None: ...
+    def staged(self, transfer_id: TransferId) -> bool: ...
     def receive_view(self, transfer_id: TransferId) -> Any | None: ...
     def scattered(self, transfer_id: TransferId) -> None: ...
     def counters(self) -> dict[str, int]: ...
@@ -146,7 +147,7 @@ class SimKv:
 
     def staged(self, transfer_id: TransferId) -> bool:
         """Every rank holds this transfer, verified."""
-        return all(node.receive_view(transfer_id) is not None for node in self._nodes)
+        return all(node.staged(transfer_id) for node in self._nodes)
 
     def load(self, transfer_id: TransferId, digests: list[bytes]) -> None:
         """Take `len(digests)` blocks out of every rank's staging, comparing each byte.

@@ -115,6 +115,9 @@ class MemoryNode:
         if slot is not None and last:
             slot.complete.set()
 
+    def staged(self, transfer_id: bytes) -> bool:
+        return self.receive_view(transfer_id) is not None
+
     def receive_view(self, transfer_id: bytes) -> Any | None:
         slot = self.receive.get(transfer_id)
         return slot.memory if slot is not None and slot.complete.is_set() else None

@@ -1,25 +1,28 @@
-"""Two nodes and their controls in one process, for tests of whatever sits on them. Nothing here is used in service."""
+"""Real transfer nodes of two workers and their controls, in one process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import grpc
 import numpy as np
 
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control import RankControl
 from kvtransfer.layout import PROTOCOL_VERSION
 from kvtransfer.node import KvNode
+from kvtransfer.transports import TransportContext, create_transport
 from kvtransfer.transports.base import Transport
+from protos.errors import SplitpointError
 from protos.ids import new_capability, new_incarnation, new_transfer_id, token_hash
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
 
 TOKEN = "test-control-token"
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 8192
-TokenHash = bytes
 
 Transports = Callable[[], Sequence[Transport]]
 
@@ -95,8 +98,7 @@ class Transfer:
     def __init__(self, pair: NodePair, num_tokens: int, transport: str) -> None:
         self.pair = pair
         self.transport = transport
-        self.tokens = list(np.random.default_rng().integers(0, 30000, num_tokens))
-        self.tokens = [int(token) for token in self.tokens]
+        self.tokens = [int(token) for token in np.random.default_rng().integers(0, 30000, num_tokens)]
         self.hash = token_hash(self.tokens)
         self.grant = pb.TransferGrant(transfer_id=new_transfer_id(), capability=new_capability())
         self.data = prompt_bytes(self.tokens)
@@ -200,6 +202,54 @@ class NodePair:
 def _idle(status: pb.GetNodeStatusResponse) -> bool:
     held = [pool.used_bytes + pool.quarantined_bytes for pool in (status.send, status.receive)]
     return not any(held) and status.leases == 0 and status.sessions == 0
+
+
+async def error_of(work: Awaitable[Any]) -> SplitpointError:
+    """The `SplitpointError` that `work` must end with."""
+    try:
+        answer = await work
+    except SplitpointError as error:
+        return error
+    raise AssertionError(f"answered {answer!r}")
+
+
+def assert_scattered(transfer: Transfer) -> None:
+    """Every rank's engine finds the prompt's bytes, and gives its slot back."""
+    for copy in transfer.scatter():
+        assert copy is not None
+        assert np.array_equal(copy, transfer.data)
+
+
+async def complete(transfer: Transfer) -> list[pb.PullResponse]:
+    """A whole undisturbed transfer."""
+    pull = asyncio.create_task(transfer.pull())
+    await transfer.reserve()
+    assert transfer.gather()
+    answers = await pull
+    assert_scattered(transfer)
+    return answers
+
+
+def fetch_request(pair: NodePair, transfer: Transfer, remaining_s: float = 2.0) -> pb.FetchRequest:
+    """What a receiver would ask rank 0 of the senders."""
+    return pb.FetchRequest(
+        grant=transfer.grant,
+        sender_incarnation=pair.senders[0].endpoint.incarnation,
+        transport="grpc",
+        remaining_s=remaining_s,
+    )
+
+
+async def fetch(pair: NodePair, request: pb.FetchRequest) -> list[pb.FetchResponse]:
+    """The whole stream, as a peer of any make would take it."""
+    async with grpc.aio.insecure_channel(pair.senders[0].endpoint.address) as channel:
+        call = pb_grpc.KvTransferServiceStub(channel).Fetch(request, timeout=10)
+        return [message async for message in call]
+
+
+def fresh(scheme: str) -> Transport:
+    """A transport that is not started."""
+    return create_transport(scheme, TransportContext(small_settings(), 0, "", "host"))
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
