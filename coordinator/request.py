@@ -78,6 +78,9 @@ class Request:
         self._mint = mint or Mint()
         self._live: dict[str, Leg] = {}
         self._transfer: Transfer | None = None
+        self._verified = False
+        """The decode side said that it staged and verified the present transfer."""
+        self._pair_blamed = False
         self._sent: list[int] = []
         self._prompt_report: worker_pb2.TokensEvent | None = None
         self._exclude: frozenset[Incarnation] = frozenset()
@@ -157,6 +160,7 @@ class Request:
 
     def _begin_split(self, route: PairRoute) -> list[Action]:
         self.state = State.PREFILLING
+        self._verified = self._pair_blamed = False
         grant: kv_transfer_pb2.TransferGrant | None = None
         if self.spec.sampling.max_tokens > 1:
             transfer_id = self._mint.transfer()
@@ -237,6 +241,7 @@ class Request:
 
     def _staged(self, leg: Leg, event: worker_pb2.LegEvent) -> list[Action]:
         actions = self._over(leg)
+        self._verified = True
         route = self.route
         if isinstance(route, PairRoute):
             actions.append(Credit((route.prefill, route.decode)))
@@ -285,8 +290,8 @@ class Request:
             if finished.recomputed:
                 self.recomputed = True
                 actions.append(Note("recovery", "recompute"))
-            else:
-                # KV was verified and scattered: both slots are free already.
+            elif self._verified:
+                # Verified, then scattered: both slots are free already.
                 self._transfer = None
         actions.append(Credit((leg.worker,)))
         matched = finished.matched_token_id if finished.HasField("matched_token_id") else None
@@ -354,6 +359,10 @@ class Request:
 
     def _blame(self, leg: Leg, code: Code) -> list[Action]:
         if code in PAIR_FAULTS and isinstance(self.route, PairRoute):
+            # The prepare leg and the decode leg may both report the one transfer.
+            if self._pair_blamed:
+                return []
+            self._pair_blamed = True
             return [Blame((self.route.prefill, self.route.decode), code.value)]
         return [Blame((leg.worker,), code.value)] if code in WORKER_FAULTS else []
 

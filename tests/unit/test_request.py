@@ -164,6 +164,20 @@ def test_another_transport_than_asked_is_an_event() -> None:
     assert ("transport_fallback", "ucx became grpc") in driver.notes()
 
 
+def test_a_transfer_nobody_called_verified_is_released() -> None:
+    driver = decoding()
+    driver.finished(driver.sent(SendDecode), 2, 3, 4)
+    assert {w for _, w in driver.released()} == {"p1", "d1"}
+    assert driver.terminals == [Finish("length", None)]
+
+
+def test_one_failed_transfer_is_one_fault_of_the_pair() -> None:
+    driver = decoding(strict=True)
+    driver.failed(driver.sent(SendPrepare), Code.TRANSFER_FAILED)
+    driver.failed(driver.sent(SendDecode), Code.TRANSFER_FAILED)
+    assert len(driver.of(Blame)) == 1
+
+
 # Failures before the first token --------------------------------------------------------------------------------------
 
 
