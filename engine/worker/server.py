@@ -144,7 +144,7 @@ class WorkerServer:
         here since its prepare leg.
 
         Raises:
-            SplitpointError: WORKER_LOST, DRAINING or NO_WORKER (starting).
+            SplitpointError: WORKER_LOST, DRAINING or NO_WORKER (starting, or it has no handler for such legs).
         """
         name = self.identity.worker_id
         if self._stopped or self.engine_death is not None:
@@ -153,7 +153,10 @@ class WorkerServer:
             raise SplitpointError(Code.NO_WORKER, f"worker {name} is starting")
         if self.draining and leg != "decode":
             raise SplitpointError(Code.DRAINING, f"worker {name} drains")
-        return self.handlers.legs[leg]
+        handler = self.handlers.legs.get(leg)
+        if handler is None:
+            raise SplitpointError(Code.NO_WORKER, f"worker {name} serves no {leg} legs")
+        return handler
 
     def begin_drain(self) -> None:
         """Refuse new legs from now on; what runs finishes. Idempotent."""

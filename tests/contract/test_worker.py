@@ -397,3 +397,14 @@ async def test_ranks_register_with_the_token_only() -> None:
         assert described.incarnation == pair.p.server.identity.incarnation
         assert described.max_transfer_tokens == 64 * 8
         assert list(described.transports) == ["grpc"]
+
+
+@pytest.mark.ucx
+async def test_split_equals_colocated_over_ucx() -> None:
+    pytest.importorskip("ucxx")
+    async with pair_of(wire=True, transport="ucx") as pair:
+        for length in (1, 8, 50, 200):
+            prompt = [3 + (7 * i) % 900 for i in range(length)]
+            assert await pair.split(prompt, GREEDY) == await pair.colocated(prompt, GREEDY)
+        await pair.empty()
+        assert list(pair.d.server.describe().transports) == ["ucx"]

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
@@ -128,6 +128,7 @@ async def start_worker(
     name: str = "w",
     *,
     wire: bool = False,
+    transport: Literal["grpc", "ucx"] = "grpc",
     staging_blocks: int = 64,
     engine: EngineSettings | None = None,
     prefill_settings: PrefillSettings | None = None,
@@ -146,8 +147,8 @@ async def start_worker(
         staging_bytes = staging_blocks * settings.simulated.block_bytes
         config = KvEngineConfig(
             settings=KvTransferSettings(
-                transports=("grpc",),
-                default_transport="grpc",
+                transports=(transport,),
+                default_transport=transport,
                 send_staging_bytes=staging_bytes,
                 receive_staging_bytes=staging_bytes,
             ),
@@ -281,7 +282,7 @@ def prepare_leg(
         prefill_ranks=sender.ranks,
         prefill_incarnation=sender.server.identity.incarnation,
         prompt_tokens=len(prompt),
-        transport="grpc",
+        transport=sender.server.facts.transports[0] if sender.server.facts is not None else "",
         token_hash=token_hash(prompt),
     )
 
