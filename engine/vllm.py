@@ -92,7 +92,7 @@ class VllmEngine:
                 await self._warm_up()
         except BaseException:
             self._children = _new_children(before)
-            _kill(self._children)
+            await asyncio.to_thread(_kill, self._children)
             with contextlib.suppress(Exception):
                 # Its children are dead, so the constructor fails soon; a thread cannot be cancelled.
                 self._llm = await asyncio.wait_for(constructing, 30.0)
