@@ -49,6 +49,7 @@ class Ucx:
     same_host_small: str = ""
     same_host_large: str = ""
     same_host_gigabytes_per_s: float = 0.0
+    direct_copy_large: str = ""
     across_hosts_large: str = ""
     error: str = ""
 
@@ -192,10 +193,10 @@ def _rdma(facts: Facts) -> Finding:
 
 def _cma(facts: Facts) -> Finding:
     scope = "no Yama" if facts.ptrace_scope is None else f"ptrace_scope {facts.ptrace_scope}"
-    if facts.ucx.same_host_large.startswith("cma"):
-        return Finding("CMA (one-copy)", Level.OK, f"in use; {scope}")
+    if facts.ucx.direct_copy_large.startswith("cma"):
+        return Finding("CMA (one-copy)", Level.OK, f"works, used with kvtransfer.ucx_same_host=direct; {scope}")
     advice = "allow it: sysctl kernel.yama.ptrace_scope=0, or a container with --cap-add=SYS_PTRACE"
-    return Finding("CMA (one-copy)", Level.WARN, f"not in use; {scope}", advice)
+    return Finding("CMA (one-copy)", Level.WARN, f"does not work; {scope}", advice)
 
 
 def _shm(facts: Facts) -> Finding:

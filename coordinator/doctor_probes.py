@@ -110,6 +110,7 @@ def _ucx(report: dict[str, Any]) -> Ucx:
         same_host_small=same["small"],
         same_host_large=same["large"],
         same_host_gigabytes_per_s=same["gigabytes_per_s"],
+        direct_copy_large=report["same_host_direct"].get("large", ""),
         across_hosts_large=report["with_error_handling"].get("large", ""),
     )
 

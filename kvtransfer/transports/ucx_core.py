@@ -25,16 +25,9 @@ import numpy as np
 
 from kvtransfer.memory import as_host
 from kvtransfer.transports.base import Memory, TransportError
+from kvtransfer.transports.ucx_environment import UCX_ENVIRONMENT
 
-# UCX reads its environment when it is loaded, so this stands before the import. What the user set is left alone.
-UCX_ENVIRONMENT = {
-    "UCX_MEMTYPE_CACHE": "n",  # the cache misses frees of CUDA memory by other libraries
-    "UCX_RNDV_THRESH": "8192",  # above it a send completes only when the receiver has the bytes
-    "UCX_MM_ERROR_HANDLING": "y",  # lets shared memory carry endpoints with error handling
-    "UCX_KEEPALIVE_INTERVAL": "1s",  # how soon a killed peer of this host is seen
-    "UCX_MAX_RNDV_RAILS": "1",
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-}
+# UCX reads its environment when it is loaded, so this stands before the import.
 for _name, _value in UCX_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvtransfer.transports.ucx_environment import UCX_ENVIRONMENT
+
 SMALL_BYTES = 4 * 1024
 LARGE_BYTES = 32 * 1024 * 1024
 REPEATS = 4
@@ -53,14 +55,18 @@ def lane_for(rows: list[tuple[int, float, str, str]], size_bytes: int) -> str:
     return next((lane for first, last, _, lane in rows if first <= size_bytes <= last), "")
 
 
-def probe(*, error_handling: bool, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-    """Run one pair of processes and report `small`, `large` (lanes), `gigabytes_per_s` and, on failure, `error`."""
+def probe(*, error_handling: bool, deadline_s: float = DEADLINE_S, across_hosts: bool = False) -> dict[str, Any]:
+    """Run one pair of processes and report `small`, `large` (lanes), `gigabytes_per_s` and, on failure, `error`.
+
+    `across_hosts` keeps shared memory from endpoints with error handling, as it is between hosts.
+    """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         environment = {
+            **UCX_ENVIRONMENT,
             **os.environ,
             "UCX_PROTO_INFO": "y",
             "UCX_LOG_FILE": f"{folder}/ucx-%p.log",
-            "UCX_WARN_UNUSED_ENV_VARS": "n",
+            **({"UCX_MM_ERROR_HANDLING": "n"} if across_hosts else {}),
         }
         children: dict[str, subprocess.Popen[str]] = {}
         for role in ("send", "receive"):
@@ -174,8 +180,9 @@ def main() -> None:
         _child(sys.argv[2], sys.argv[3] == "1", float(sys.argv[4]))
         return
     report: dict[str, Any] = library()
-    report["same_host"] = probe(error_handling=False)
-    report["with_error_handling"] = probe(error_handling=True)
+    report["same_host"] = probe(error_handling=True)  # `ucx_same_host = "contained"`, the default
+    report["same_host_direct"] = probe(error_handling=False)
+    report["with_error_handling"] = probe(error_handling=True, across_hosts=True)
     sys.stdout.write(json.dumps(report) + "\n")
 
 

@@ -41,6 +41,7 @@ def test_what_is_reported_is_what_is_used_not_what_is_installed(monkeypatch: pyt
 @pytest.mark.ucx
 def test_peers_that_cannot_reach_each_other_are_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "sysv,self")
+    monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "n")
     assert "Unreachable" in ucx_probe.probe(error_handling=True)["error"]
 
 
