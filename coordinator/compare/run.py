@@ -27,7 +27,7 @@ from coordinator.compare.record import Record, utc_now, write
 from coordinator.compare.stats import knee, log_ratios
 from coordinator.compare.summary import arm, summarise
 from coordinator.compare.verdict import MARGIN, judge
-from coordinator.compare.workload import Workload, WorkloadSpec, make
+from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
 
 BUDGET_S = 80.0
 PROMPT_TOKENS = (64, 128)
@@ -125,21 +125,23 @@ async def calibrate(client: Client, run_salt: str) -> Calibration:
     workload = make(_spec(CALIBRATION_SEED, CALIBRATION_REQUESTS))
     outcomes: dict[str, list[Outcome]] = {path: [] for path in PATHS}
     for path in PATHS:
-        first = workload.salted(f"{run_salt}/warm/{path}").requests[:1]
-        await run_one_at_a_time(client, first, path=path, deadline_s=REQUEST_DEADLINE_S)
+        await _unloaded(client, workload.salted(f"{run_salt}/warm/{path}").requests[0], path)
     for index in range(CALIBRATION_REQUESTS):
         for path in PATHS:
             request = workload.salted(f"{run_salt}/unloaded/{path}").requests[index]
-            outcomes[path] += await run_one_at_a_time(client, [request], path=path, deadline_s=REQUEST_DEADLINE_S)
-    for path in PATHS:
-        failures = [outcome.failure for outcome in outcomes[path] if outcome.failure]
-        if failures:
-            raise ComparisonError(f"the {path} path fails even unloaded: {failures[0]}")
+            outcomes[path].append(await _unloaded(client, request, path))
     base = summarise("colocated", outcomes["colocated"], None)
     if base.ttft is None or base.tpot is None or base.e2e is None or base.e2e.p50 <= 0:
         raise ComparisonError("the colocated path answered without a measurable latency")
     slo = Slo(ttft_s=TTFT_MULTIPLE * base.ttft.p50, tpot_s=TPOT_MULTIPLE * base.tpot.p50)
     return Calibration(outcomes, slo, base.e2e.p50)
+
+
+async def _unloaded(client: Client, request: PlannedRequest, path: str) -> Outcome:
+    (outcome,) = await run_one_at_a_time(client, [request], path=path, deadline_s=REQUEST_DEADLINE_S)
+    if outcome.failure:
+        raise ComparisonError(f"the {path} path fails even unloaded: {outcome.failure}")
+    return outcome
 
 
 def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[dict[str, Any]], list[float], list[float]]:

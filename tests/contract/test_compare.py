@@ -180,6 +180,15 @@ async def test_quick_says_which_path_fails(service: tuple[FakeService, str]) -> 
         await quick(target, budget_s=5.0)
 
 
+async def test_quick_gives_up_on_a_path_that_hangs(service: tuple[FakeService, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, target = service
+    fake.hang = True
+    monkeypatch.setattr("coordinator.compare.run.REQUEST_DEADLINE_S", 0.5)
+    with pytest.raises(ComparisonError, match="path fails even unloaded"):
+        await quick(target, budget_s=5.0)
+    assert len(fake.requests) == 1
+
+
 async def test_quick_says_that_nobody_answers() -> None:
     with pytest.raises(ComparisonError, match=r"127\.0\.0\.1:1"):
         await quick("127.0.0.1:1")
