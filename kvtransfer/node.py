@@ -18,6 +18,7 @@ import grpc
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control_service import KvControlServicer
 from kvtransfer.memory import host_memory
+from kvtransfer.peers import Peers
 from kvtransfer.push import KvTransferServicer
 from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id
 from kvtransfer.runtime import NodeRuntime
@@ -81,7 +82,7 @@ class KvNode:
         """Start the thread. Returns when the node listens; called once.
 
         Raises:
-            SplitpointError: INTERNAL, no configured transport can start here.
+            SplitpointError: INTERNAL, no configured transport can start here, or `advertise_host` does not lead here.
             OSError, RuntimeError: it cannot listen on `bind_host`.
         """
         if self._thread is not None:
@@ -230,6 +231,7 @@ class KvNode:
             port = server.add_insecure_port(f"{self._settings.bind_host}:0")
             rt.endpoint.CopyFrom(self._make_endpoint(port))
             await server.start()
+            await self._check_advertised()
             rt.tasks.spawn("sweep", rt.sweep())
             self._listening.set()
             await self._stop.wait()
@@ -273,6 +275,19 @@ class KvNode:
             incarnation=rt.incarnation,
             ucx_worker_address=b"" if ucx is None else ucx.worker_address(),
         )
+
+    async def _check_advertised(self) -> None:
+        """Dial the address that peers will dial, and find this very process there."""
+        rt = self._rt
+        dialler = Peers(rt.compatibility, rt.fingerprint, self._settings.handshake_timeout_s)
+        try:
+            async with dialler.use(rt.endpoint):
+                pass
+        except SplitpointError as error:
+            text = f"kvtransfer.advertise_host: {rt.endpoint.address} does not reach this rank: {error.message}"
+            raise SplitpointError(Code.INTERNAL, text) from error
+        finally:
+            await dialler.close()
 
     async def _register(self, address: str, world_size: int) -> None:
         rt = self._rt

@@ -30,6 +30,7 @@ from tests.support.kv_nodes import (
     error_of,
     fresh,
     make_node,
+    small_settings,
     until,
 )
 
@@ -179,6 +180,12 @@ async def test_a_node_that_can_use_no_transport_does_not_start() -> None:
 
     node = make_node(transports=[Broken()])
     with pytest.raises(SplitpointError, match="no such device"):
+        await asyncio.to_thread(node.start)
+
+
+async def test_an_advertised_address_that_leads_elsewhere_is_refused_at_start() -> None:
+    node = make_node(small_settings(advertise_host="127.0.0.2", handshake_timeout_s=2))
+    with pytest.raises(SplitpointError, match=r"advertise_host: 127\.0\.0\.2"):
         await asyncio.to_thread(node.start)
 
 
