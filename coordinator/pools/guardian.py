@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 LOOK_EVERY_S = 3.0
-GRACE_S = 1.0
+GRACE_S = 3.0
 ORDERLY_END = b"done"
 
 
@@ -52,6 +52,7 @@ def main(launcher_pid: int, directory: Path) -> None:
                 break
     if os.read(0, len(ORDERLY_END)) == ORDERLY_END:
         return
+    # Resource trackers get this time too, to unlink the shared memory that their users left.
     _, alive = psutil.wait_procs(list(family.values()), timeout=GRACE_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

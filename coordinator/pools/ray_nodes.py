@@ -16,6 +16,8 @@ from coordinator.pools.reports import ProcessRef
 
 log = logging.getLogger(__name__)
 
+_TRACKER_S = 3.0
+
 
 def process_tree() -> tuple[ProcessRef, ...]:
     """This process and everything it started, this one first."""
@@ -41,11 +43,27 @@ def kill_here(refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
                 for child in process.children(recursive=True):
                     doomed[child.pid] = child
                 doomed[process.pid] = process
-    for process in doomed.values():
+    # Python's resource trackers end by themselves when their users are gone, and unlink the shared memory those left.
+    trackers = [p for p in doomed.values() if _is_resource_tracker(p)]
+    others = [p for p in doomed.values() if p not in trackers]
+    _, alive = _kill(others, timeout_s)
+    _, lingering = psutil.wait_procs(trackers, timeout=_TRACKER_S)
+    alive += _kill(lingering, timeout_s)[1]
+    return [p.pid for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _kill(processes: list[psutil.Process], timeout_s: float) -> tuple[list[psutil.Process], list[psutil.Process]]:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(list(doomed.values()), timeout=timeout_s)
-    return [p.pid for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return psutil.wait_procs(processes, timeout=timeout_s)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 async def kill_on_node(node_id: str, refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
