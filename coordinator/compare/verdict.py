@@ -50,7 +50,11 @@ class Judgement:
         seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
         text = f"{self.verdict}: {self.reason} [{measured}, {seeds}, margin {self.margin:.0%}]"
         if self.verdict is Verdict.UNDECIDED and self.seeds_needed is not None:
-            text += f"; about {max(1, self.seeds_needed - self.seeds)} more would settle it if they look like these"
+            more = max(1, self.seeds_needed - self.seeds)
+            if self.seeds < 2:
+                text += f"; it takes at least {more} more"
+            else:
+                text += f"; about {more} more would settle it if they look like these"
         return text
 
 

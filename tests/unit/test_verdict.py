@@ -45,6 +45,7 @@ def test_fewer_than_three_seeds_never_decide(count: int) -> None:
     assert "never decide" in judgement.reason
     assert judgement.seeds == count
     assert judgement.seeds_needed == MIN_SEEDS
+    assert f"{MIN_SEEDS - count} more" in judgement.sentence()
 
 
 @pytest.mark.parametrize(
