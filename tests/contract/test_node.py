@@ -196,7 +196,7 @@ async def test_stopping_amid_transfers_ends_them() -> None:
         for transfer in transfers:
             await transfer.reserve()
             transfer.gather(0, 2)
-        await until(lambda: pair.receivers[0].status().receive.used_bytes > 0)
+        await until(lambda: len(pair.senders[0]._rt.fetches) == 3)
         await asyncio.to_thread(pair.receivers[0].stop)
         for pull in pulls:
             await error_of(pull)

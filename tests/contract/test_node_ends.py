@@ -47,7 +47,7 @@ async def test_release_on_the_sender_ends_a_waiting_pull(pair: NodePair) -> None
     await transfer.reserve()
     pull = asyncio.create_task(transfer.pull())
     transfer.gather(0, 2)
-    await until(lambda: pair.receivers[0].status().receive.used_bytes > 0)
+    await until(lambda: len(pair.senders[0]._rt.fetches) == 1)
     await pair.send_control.release(transfer.id, "client_left")
     error = await error_of(pull)
     assert error.code is Code.TRANSFER_REFUSED
@@ -69,7 +69,7 @@ async def test_release_on_the_receiver_ends_the_pull_and_the_senders_lease(pair:
     await transfer.reserve()
     pull = asyncio.create_task(transfer.pull())
     transfer.gather(0, 2)
-    await until(lambda: pair.receivers[0].status().receive.used_bytes > 0)
+    await until(lambda: len(pair.senders[0]._rt.fetches) == 1)
     assert await pair.receive_control.release(transfer.id, "client_left") is True
     error = await error_of(pull)
     assert error.code is Code.CANCELLED
@@ -81,7 +81,7 @@ async def test_cancelling_a_pull_ends_it_everywhere(pair: NodePair) -> None:
     await transfer.reserve()
     pull = asyncio.create_task(transfer.pull())
     transfer.gather(0, 2)
-    await until(lambda: pair.receivers[0].status().receive.used_bytes > 0)
+    await until(lambda: len(pair.senders[0]._rt.fetches) == 1)
     pull.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pull
@@ -195,7 +195,7 @@ async def test_a_dead_sender_is_a_lost_worker(pair: NodePair) -> None:
     await transfer.reserve()
     pull = asyncio.create_task(transfer.pull())
     transfer.gather(0, 2)
-    await until(lambda: pair.receivers[0].status().receive.used_bytes > 0)
+    await until(lambda: len(pair.senders[0]._rt.fetches) == 1)
     await asyncio.to_thread(pair.senders[0].stop)
     error = await error_of(pull)
     assert error.code in (Code.WORKER_LOST, Code.TRANSFER_REFUSED, Code.CANCELLED)
