@@ -248,12 +248,12 @@ def show_answers(console: Console, answers: list[Answer]) -> None:
 
 
 def show_ledgers(console: Console, answers: list[Answer]) -> None:
-    """One column per answer."""
+    """One column per answer. The transfer overlaps other stages and is not part of the sum."""
     stages = ("gateway", "prefill_queue", "prefill", "transfer_wait", "decode_queue", "decode", "retry", "residual", "e2e")
-    table = Table("stage", *(f"{a.front}\n{a.way}" for a in answers))
+    table = Table("ms", *(f"{a.front}\n{a.path}\n{a.transport or '-'}" for a in answers), padding=(0, 0))
     for stage in stages:
         table.add_row(stage, *(f"{a.ledger[stage]:.1f}" for a in answers), end_section=stage == "residual")
-    table.add_row("(transfer, overlapped)", *(f"{a.ledger['transfer']:.1f}" if a.transport else "-" for a in answers))
+    table.add_row("(transfer)", *(f"{a.ledger['transfer']:.1f}" if a.transport else "-" for a in answers))
     console.print(table)
 
 
@@ -261,7 +261,10 @@ def compare(system: Running) -> None:
     """The real command in a process of its own, its output shown. Raises `DemoError`."""
     command = [sys.executable, "-m", "coordinator.cli", "compare", "--quick", "--json", str(RECORD)]
     command += ["--url", f"http://{system.http}", "--admin", system.admin]
-    done = subprocess.run(command, timeout=300, check=False)
+    try:
+        done = subprocess.run(command, timeout=300, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise DemoError("compare did not end within 300 s") from error
     if done.returncode != 0:
         raise DemoError(f"compare ended with status {done.returncode}")
 

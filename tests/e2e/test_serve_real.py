@@ -12,12 +12,12 @@ from tests.e2e.system import Served, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(360)]
 
+QUESTION = "What is the capital of France? Answer in one sentence."
 WAYS = [("split", "ucx"), ("split", "grpc"), ("colocated", None)]
 
 
 def test_the_model_answers_the_same_on_every_way_and_front(real: Served) -> None:
-    question = "What is the capital of France?"
-    chats = {way: real.chat(question, path=way[0], transport=way[1]) for way in WAYS}
+    chats = {way: real.chat(QUESTION, path=way[0], transport=way[1]) for way in WAYS}
     texts = {chat["choices"][0]["message"]["content"] for chat in chats.values()}
     assert len(texts) == 1
     assert "Paris" in texts.pop()
@@ -51,12 +51,12 @@ def test_an_engine_that_dies_takes_its_worker_along_and_both_are_replaced(real: 
     family = psutil.Process(status.pid).children(recursive=True)
     core = next(p for p in family if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline()))
     os.kill(core.pid, signal.SIGKILL)
-    answer = real.chat("What is the capital of France?", path="colocated")
+    answer = real.chat(QUESTION, path="colocated")
     assert "Paris" in answer["choices"][0]["message"]["content"]
     healed = real.wait_replaced(old, 300)
     assert status.incarnation not in {w.incarnation for w in healed.values()}
     _, alive = psutil.wait_procs(family, timeout=10)
     assert [p.pid for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-    split = real.chat("What is the capital of France?", path="split")
+    split = real.chat(QUESTION, path="split")
     assert split["metrics"]["path"] == "split"
     assert "Paris" in split["choices"][0]["message"]["content"]
