@@ -81,7 +81,8 @@ def joined(address: str, node_ip: str) -> Iterator[Cluster]:
                 )
             processes = _children()
             try:
-                yield Cluster(address=_address(), temp_dir=temp_dir, num_gpus=_gpus())
+                with _quiet_driver():
+                    yield Cluster(address=_address(), temp_dir=temp_dir, num_gpus=_gpus())
             finally:
                 processes += _children()
                 ray.shutdown()
@@ -125,6 +126,24 @@ def _embedded_environment() -> Iterator[None]:
     with mock.patch.dict(os.environ, ours):
         os.environ.pop("RAY_ADDRESS", None)
         yield
+
+
+@contextlib.contextmanager
+def _quiet_driver() -> Iterator[None]:
+    """Ray prints a paragraph on the driver's terminal whenever a worker process ends, ours included. The coordinator's log
+    and `status` say why a worker ended; the paragraph goes to the launcher's debug log."""
+    from ray._private import worker as ray_worker
+
+    if not hasattr(ray_worker, "print_to_stdstream"):
+        yield
+        return
+    with mock.patch.object(ray_worker, "print_to_stdstream", _log_message):
+        yield
+
+
+def _log_message(data: dict[str, Any], **_: Any) -> None:
+    for line in data.get("lines", ()):
+        log.debug("ray: %s", line)
 
 
 @contextlib.contextmanager
