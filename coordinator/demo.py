@@ -107,7 +107,6 @@ def run(console: Console, steps: Steps) -> None:
     fetch(console)
 
     steps.say("Start one prefill and one decode worker, a coordinator and a gateway on a private Ray")
-    shared_before = set(os.listdir("/dev/shm"))
     with served(console, configuration(found)) as system:
         family = psutil.Process(system.process.pid).children(recursive=True)
         steps.say(f"Ask over HTTP and gRPC, on both paths and both transports: {QUESTION!r}")
@@ -122,7 +121,8 @@ def run(console: Console, steps: Steps) -> None:
 
         steps.say("Drain, and end everything")
         family += psutil.Process(system.process.pid).children(recursive=True)
-    check_nothing_left(console, system, family, shared_before)
+        segments = shared_memory_of(family)
+    check_nothing_left(console, system, family, segments)
 
 
 def configuration(found: list[str]) -> list[str]:
@@ -269,7 +269,17 @@ def compare(system: Running) -> None:
         raise DemoError(f"compare ended with status {done.returncode}")
 
 
-def check_nothing_left(console: Console, system: Running, family: list[psutil.Process], shared_before: set[str]) -> None:
+def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
+    """The segments below /dev/shm that these processes have mapped; other programs of the machine may hold their own."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            found |= {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+    return found
+
+
+def check_nothing_left(console: Console, system: Running, family: list[psutil.Process], segments: set[str]) -> None:
     """No process, port or shared-memory segment of the system. Raises `DemoError` naming what is left."""
     _, alive = psutil.wait_procs(family, timeout=10)
     left = [f"pid {p.pid}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -278,8 +288,7 @@ def check_nothing_left(console: Console, system: Running, family: list[psutil.Pr
         with socket.socket() as probe:
             if probe.connect_ex((host, int(port))) == 0:
                 left.append(f"port {address}")
-    ours = ("ray", "plasma", "ucx", "psm_", "sem.mp", "vllm")
-    left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared_before if name.startswith(ours)]
+    left += [name for name in segments if Path(name).exists()]
     left += [str(path) for path in Path("/tmp").glob(f"sp-ray-{system.process.pid}-*")]
     if left:
         raise DemoError(f"left behind: {', '.join(left)}")

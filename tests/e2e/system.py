@@ -183,7 +183,6 @@ def end(process: subprocess.Popen[bytes], output: Path) -> None:
 @contextlib.contextmanager
 def serve(config: Path, state_dir: Path, sets: Sequence[str], *, ready_s: float) -> Iterator[Served]:
     """`start`, then `end`, and assert that nothing is left: no process, port, directory or shared-memory segment."""
-    before = shared_memory()
     served = start(config, state_dir, sets, ready_s=ready_s)
     try:
         yield served
@@ -191,25 +190,30 @@ def serve(config: Path, state_dir: Path, sets: Sequence[str], *, ready_s: float)
     finally:
         launcher = psutil.Process(served.process.pid) if served.process.poll() is None else None
         family = launcher.children(recursive=True) if launcher is not None else []
+        segments = shared_memory_of(family)
         end(served.process, served.output)
     assert served.process.returncode == 0, served.output.read_text()
-    assert_gone(family, served.process.pid, before)
+    assert_gone(family, served.process.pid, segments)
     for address in (served.http, served.grpc, served.admin):
         host, port = address.rsplit(":", 1)
         with socket.socket() as probe:
             assert probe.connect_ex((host, int(port))) != 0, f"{address} still answers"
 
 
-def assert_gone(processes: Sequence[psutil.Process], launcher_pid: int, shared_before: set[str]) -> None:
+def assert_gone(processes: Sequence[psutil.Process], launcher_pid: int, segments: set[str]) -> None:
     """No process of the system is left, no directory of its Ray, no shared-memory segment."""
     _, alive = psutil.wait_procs(list(processes), timeout=10)
     left = [" ".join(_cmdline(p))[:100] for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not left, f"processes left: {left}"
     assert not list(Path("/tmp").glob(f"sp-ray-{launcher_pid}-*"))
-    # Other programs of this machine may hold segments of their own; ours carry Ray's or UCX's names.
-    new = {name for name in shared_memory() - shared_before if name.startswith(("plasma", "ray", "ucx", "psm_"))}
-    until("shared memory freed", lambda: not (new & shared_memory()), 5)
+    until("shared memory freed", lambda: not [name for name in segments if Path(name).exists()], 5)
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def shared_memory_of(processes: Sequence[psutil.Process]) -> set[str]:
+    """The segments below /dev/shm that these processes have mapped; other programs of the machine may hold their own."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            found |= {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+    return found
