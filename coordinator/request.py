@@ -53,6 +53,8 @@ from coordinator.routing.goals import (
     failed_worker,
     first_goals,
     goals_after_failure,
+    with_last_resort,
+    workers_of,
 )
 from coordinator.routing.views import WorkerView
 from engine.handover import decode_params, forwarding_refusal, prefill_params
@@ -84,6 +86,8 @@ class Request:
         self._sent: list[int] = []
         self._prompt_report: worker_pb2.TokensEvent | None = None
         self._exclude: frozenset[Incarnation] = frozenset()
+        self._lost: frozenset[Incarnation] = frozenset()
+        """Those of `_exclude` that did nothing wrong but break their stream."""
         self._cause: SplitpointError | None = None
         self._story: deque[str] = deque(maxlen=STORY_LINES)
 
@@ -152,6 +156,8 @@ class Request:
         actions: list[Action] = [Note(name) for name in event.route.notes]
         if self._cause is not None:
             actions.append(Note("recovery", _recovery(event.route, self.tokens_sent)))
+        if any(view.incarnation in self._lost for view in workers_of(event.route)):
+            actions.append(Note("lost_worker_tried_again"))
         self.rounds += 1
         self.route = event.route
         if isinstance(event.route, PairRoute):
@@ -318,7 +324,9 @@ class Request:
         assert self.route is not None
         self._cause = error
         on_decode = leg.kind in (LegKind.PREPARE, LegKind.DECODE)
-        self._exclude |= {failed_worker(self.route, error.code, on_decode=on_decode)}
+        failing = failed_worker(self.route, error.code, on_decode=on_decode)
+        self._exclude |= {failing}
+        self._lost = self._lost | {failing} if error.code is Code.WORKER_LOST else self._lost - {failing}
         actions += self._clear("superseded")
         if self._sent and self.tokens_sent >= self.spec.sampling.max_tokens:
             # Every token is out; only the word "finished" was lost.
@@ -328,7 +336,7 @@ class Request:
             return actions + self._give_up(error, refusal)
         actions.append(Note("retry", error.code.value))
         if self._sent:
-            return actions + self._choose((SoloGoal(exclude=self._exclude),))
+            return actions + self._choose(with_last_resort((SoloGoal(exclude=self._exclude),), self._lost))
         failed = FailedRoute(route=self.route, code=error.code, on_decode=on_decode, exclude=self._exclude)
         goals = goals_after_failure(
             failed,
@@ -336,7 +344,7 @@ class Request:
             transport=self.spec.transport,
             strict=self.spec.strict and self.spec.path == "split",
         )
-        return actions + self._choose(goals)
+        return actions + self._choose(with_last_resort(goals, self._lost))
 
     def _retry_refusal(self) -> str | None:
         """Why no further attempt may be made."""

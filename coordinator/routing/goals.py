@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.routing.views import WorkerView
 from protos.errors import Code, SplitpointError
@@ -60,6 +60,11 @@ class SoloRoute:
 
 
 Route = PairRoute | SoloRoute
+
+
+def workers_of(route: Route) -> tuple[WorkerView, ...]:
+    """The workers a route uses, prefill first."""
+    return (route.prefill, route.decode) if isinstance(route, PairRoute) else (route.worker,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +127,16 @@ def goals_after_failure(failed: FailedRoute, *, prompt_tokens: int, transport: s
         goals.append(LocalGoal(incarnation=failed.route.decode.incarnation))
     goals.append(SoloGoal(exclude=failed.exclude))
     return tuple(goals)
+
+
+def with_last_resort(goals: tuple[Goal, ...], lost: frozenset[Incarnation]) -> tuple[Goal, ...]:
+    """`goals`, and after them the same ones with the workers of `lost`, whose streams broke.
+
+    A broken stream says nothing of the worker, which may answer again before the connection's time-out; only the membership
+    knows the dead. Where there is nobody else, waiting for it is better than an error.
+    """
+    again = (replace(g, exclude=g.exclude - lost) for g in goals if not isinstance(g, LocalGoal) and g.exclude & lost)
+    return (*goals, *again)
 
 
 def failed_worker(route: Route, code: Code, *, on_decode: bool) -> Incarnation:

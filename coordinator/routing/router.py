@@ -21,7 +21,7 @@ from coordinator.routing.filters import (
     build_table,
     transfer_refusal,
 )
-from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute
+from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute, workers_of
 from coordinator.routing.policy import Accept, Candidate, LoadBook, least_loaded
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation
@@ -202,7 +202,7 @@ class Router:
     def _tell_breakers(self, route: Route, now_s: float) -> Route:
         if not self.breakers:
             return route
-        workers = (route.prefill, route.decode) if isinstance(route, PairRoute) else (route.worker,)
+        workers = workers_of(route)
         overridden = not all(self.breakers.allows(view.incarnation, now_s) for view in workers)
         keys: list[Hashable] = [view.incarnation for view in workers]
         if isinstance(route, PairRoute):

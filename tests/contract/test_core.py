@@ -410,6 +410,51 @@ async def test_the_only_decode_lost_before_the_seal_leaves_one_worker_for_everyt
         assert under_test.metric("recoveries_total", kind="colocated") == 1
 
 
+@pytest.mark.parametrize("sent", [0, 2])
+async def test_the_only_worker_is_tried_again_when_its_stream_comes_back(sent: int) -> None:
+    (c,) = workers = pool(0, 0, 1)
+    async with scripted(*workers) as under_test:
+        reader = under_test.run(path="colocated", max_tokens=4)
+        leg = await c.leg("colocated")
+        if sent:
+            c.tokens(leg, *range(1, sent + 1))
+            await reader.has(sent)
+        c.end_streams()
+        again = await c.leg("colocated", 2)
+        assert again.prompt_token_ids == [*PROMPT, *range(1, sent + 1)]
+        c.finished(again, *range(sent + 1, 5))
+        await reader.end()
+        assert reader.error is None
+        assert reader.tokens == [1, 2, 3, 4]
+        assert under_test.metric("retries_total", reason="worker_lost") == 1
+        assert under_test.metric("events_total", event="lost_worker_tried_again") == 1
+
+
+async def test_a_strict_pair_is_tried_again_when_its_stream_comes_back() -> None:
+    p, d = workers = pool()
+    async with scripted(*workers, allow_recompute=False) as under_test:
+        reader = await at_prefilling(under_test, p, d)
+        p.end_streams()
+        again = await p.leg("prefill", 2)
+        p.sealed(again, 1)
+        d.finished(await d.leg("decode"), 2, 3, 4)
+        await reader.end()
+        assert reader.tokens == [1, 2, 3, 4]
+        assert not reader.ledger.recomputed
+
+
+async def test_the_only_worker_gone_for_good_is_an_error_within_the_budget() -> None:
+    (c,) = workers = pool(0, 0, 1)
+    async with scripted(*workers) as under_test:
+        reader = under_test.run(path="colocated")
+        await c.leg("colocated")
+        await c.lose()
+        await reader.end()
+        assert reader.error is not None
+        assert reader.error.code is Code.WORKER_LOST
+        assert under_test.metric("retries_total", reason="worker_lost") == under_test.core.settings.retry_budget
+
+
 async def test_load_is_charged_once_per_worker_and_given_back() -> None:
     p, d = workers = pool()
     async with scripted(*workers) as under_test:

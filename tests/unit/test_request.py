@@ -184,10 +184,11 @@ def test_one_failed_transfer_is_one_fault_of_the_pair() -> None:
 def test_prefill_lost_tries_another_pair_then_the_same_decode_then_one_worker() -> None:
     driver = begun()
     driver.failed(driver.sent(SendPrefill), Code.WORKER_LOST)
-    pair, local, solo = driver.goals()
+    pair, local, solo, *again = driver.goals()
     assert pair == PairGoal(prompt_tokens=4, exclude=frozenset({P1.incarnation}))
     assert local == LocalGoal(incarnation=D1.incarnation)
     assert solo == SoloGoal(exclude=frozenset({P1.incarnation}))
+    assert again == [PairGoal(prompt_tokens=4), SoloGoal()], "its stream may come back, when there is nobody else"
     transfer = driver.sent(SendPrepare).grant.transfer_id
     assert driver.released() == {(transfer, "p1"), (transfer, "d1")}
     assert not driver.open_attempts()
@@ -203,9 +204,21 @@ def test_prefill_lost_tries_another_pair_then_the_same_decode_then_one_worker() 
 def test_decode_lost_before_the_seal_keeps_the_prefill_worker() -> None:
     driver = begun()
     driver.failed(driver.sent(SendPrepare), Code.WORKER_LOST)
-    pair, solo = driver.goals()
+    pair, solo, *_ = driver.goals()
     assert pair == PairGoal(prompt_tokens=4, exclude=frozenset({D1.incarnation}), prefer_prefill=P1.incarnation)
     assert solo == SoloGoal(exclude=frozenset({D1.incarnation})), "a lost decode worker cannot compute by itself"
+
+
+def test_a_lost_worker_that_fails_otherwise_is_not_waited_for() -> None:
+    driver = Driver(path="colocated")
+    driver.feed(Start())
+    driver.feed(Routed(SoloRoute(worker=C1)))
+    driver.failed(driver.sent(SendColocated), Code.WORKER_LOST)
+    assert driver.goals() == (SoloGoal(exclude=frozenset({C1.incarnation})), SoloGoal())
+    driver.feed(Routed(SoloRoute(worker=C1)))
+    assert ("lost_worker_tried_again", "") in driver.notes()
+    driver.failed(driver.sent(SendColocated), Code.QUEUE_FULL)
+    assert driver.goals() == (SoloGoal(exclude=frozenset({C1.incarnation})),)
 
 
 def test_a_transfer_fault_is_blamed_on_the_pair_and_leaves_decode_usable() -> None:
@@ -239,7 +252,7 @@ def test_strict_mode_takes_a_pair_or_nothing() -> None:
     driver = begun(strict=True)
     assert [type(g) for g in driver.goals()] == [PairGoal]
     driver.failed(driver.sent(SendPrefill), Code.WORKER_LOST)
-    assert [type(g) for g in driver.goals()] == [PairGoal]
+    assert {type(g) for g in driver.goals()} == {PairGoal}
     driver.feed(Routed(PAIR))
     driver.sealed()
     assert not driver.sent(SendDecode).allow_recompute
@@ -312,7 +325,7 @@ def test_resume_appends_what_was_sent_and_counts_it() -> None:
     driver = decoding(min_tokens=3, max_tokens=5, prompt_logprobs=1)
     driver.tokens(driver.sent(SendDecode), 2)
     driver.failed(driver.sent(SendDecode), Code.WORKER_LOST)
-    assert driver.goals() == (SoloGoal(exclude=frozenset({D1.incarnation})),)
+    assert driver.goals() == (SoloGoal(exclude=frozenset({D1.incarnation})), SoloGoal())
     driver.feed(Routed(SoloRoute(worker=C1)))
     leg = driver.sent(SendColocated)
     assert leg.sent_token_ids == (1, 2)
