@@ -70,14 +70,14 @@ class DeadlinePassed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The front end ends it: "stop" (a stop string matched), "client_left", "shutdown"."""
+    """The front end ends it: "stop" (a stop string matched), "client_left", "failed" (another choice did)."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The shell found a fault of ours; the request ends with it and is not retried."""
+    """The shell ends the request with this error, not retried: it found a fault of ours, or the gateway stops."""
 
     error: SplitpointError
 

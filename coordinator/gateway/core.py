@@ -107,9 +107,9 @@ class GatewayCore:
         return True
 
     async def close(self) -> None:
-        """End every choice and every stream. Aborts and releases are written first. Idempotent."""
+        """Fail every choice and end every stream. Aborts and releases are written first. Idempotent."""
         for choice in list(self.running):
-            choice.end("shutdown")
+            choice.cut_off()
         await self.membership.close()
 
 

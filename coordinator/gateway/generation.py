@@ -127,6 +127,11 @@ class RunningChoice:
         self._started = True
         self._feed(Closed(reason))
 
+    def cut_off(self) -> None:
+        """The gateway stops. The reader gets an error: an answer that just ended would pass for a whole one."""
+        code = Code.STREAM_BROKEN if self._request.tokens_sent else Code.DRAINING
+        self._feed(Fault(SplitpointError(code, "this gateway stops", retry_after_s=1.0)))
+
     def ledger(self) -> common_pb2.StageLedger:
         """The stages so far; final after the end."""
         return self._ledger.build(self._clock())

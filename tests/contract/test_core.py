@@ -324,9 +324,23 @@ async def test_closing_the_core_ends_what_runs() -> None:
         assert not await under_test.core.drain(0.01)
         await under_test.core.close()
         await reader.end()
+        assert reader.finished is None
+        assert reader.error is not None, "an answer that was cut off is no success"
+        assert (reader.error.code, reader.error.tokens_sent) == (Code.STREAM_BROKEN, len(reader.tokens))
         assert (await d.leg("abort")).attempt_id == d.of("decode")[0].header.attempt_id
         assert (await p.leg("release")).transfer_id == p.of("prefill")[0].grant.transfer_id
         assert await under_test.core.drain(1)
+
+
+async def test_closing_the_core_before_the_first_token_sends_the_client_elsewhere() -> None:
+    p, d = workers = pool()
+    async with scripted(*workers) as under_test:
+        reader = await at_prefilling(under_test, p, d)
+        await under_test.core.close()
+        await reader.end()
+        assert reader.error is not None
+        assert (reader.error.code, reader.error.tokens_sent) == (Code.DRAINING, 0)
+        assert under_test.metric("choices_total", path="split", status="error", error_type="draining") == 1
 
 
 # Workers fail ---------------------------------------------------------------------------------------------------------
