@@ -153,11 +153,12 @@ class WorkerClient:
         backoff_s = self._settings.backoff_initial_s
         while True:
             began_s = self._clock()
+            detail: str | None = None
+            """For the log alone: it may hold addresses, and `reason` reaches clients."""
             try:
                 await self._one_stream()
-                reason = "the worker ended the stream"
             except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
+                reason, detail = error.code().name, error.details()
             except TimeoutError:
                 reason = f"not connected within {self._settings.connect_timeout_s} s"
             except SplitpointError as error:
@@ -166,10 +167,10 @@ class WorkerClient:
                 # A bug here must not leave the legs without their last event, or the worker without a stream.
                 self._count("worker_stream_fault")
                 self._log.exception("worker_stream_fault")
-                reason = repr(error)
+                reason = type(error).__name__
             self._set_connected(False)
             self._count("worker_stream_lost")
-            self._log.warning("worker_stream_lost", reason=reason, legs=len(self._sinks))
+            self._log.warning("worker_stream_lost", reason=reason, detail=detail, legs=len(self._sinks))
             self._lose(reason)
             if self._clock() - began_s > self._settings.backoff_max_s:
                 backoff_s = self._settings.backoff_initial_s
@@ -178,7 +179,7 @@ class WorkerClient:
             backoff_s = min(backoff_s * 2, self._settings.backoff_max_s)
 
     async def _one_stream(self) -> None:
-        """Connect, check who answers, pump both directions until the stream ends."""
+        """Connect, check who answers, pump both directions. Ends by raising why the stream ended."""
         async with grpc.aio.insecure_channel(self.address, options=_channel_options(self._settings)) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -189,19 +190,25 @@ class WorkerClient:
                 raise SplitpointError(Code.WORKER_LOST, f"incarnation {who.incarnation} answers at this address")
             call = stub.Stream()
             self._set_connected(True)
-            writer = asyncio.create_task(self._write(call), name=f"worker-writer-{self.worker_id}")
+            pumps = [
+                asyncio.create_task(self._read(call), name=f"worker-reader-{self.worker_id}"),
+                asyncio.create_task(self._write(call), name=f"worker-writer-{self.worker_id}"),
+            ]
             try:
-                await self._read(call)
+                # One direction without the other would leave legs unsent, or unheard, until their deadlines.
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
             finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+                for pump in pumps:
+                    pump.cancel()
+                reasons = await asyncio.gather(*pumps, return_exceptions=True)
                 call.cancel()
+            raise next(r for r in reasons if isinstance(r, Exception))
 
     async def _read(self, call: Any) -> None:
         while True:
             response = await call.read()
             if response is grpc.aio.EOF:
-                return
+                raise SplitpointError(Code.WORKER_LOST, "the worker ended the stream")
             arrived_s = self._clock()
             for event in response.events:
                 self._dispatch(event, arrived_s)
@@ -230,11 +237,13 @@ class WorkerClient:
                 request = self._waiting.pop(key)
                 try:
                     await call.write(request)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-                    # The reader sees the same end and tells the legs; a release waits for the next stream.
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+                    # A release waits for the next stream.
                     if request.HasField("release"):
                         self._waiting[key] = request
-                    raise
+                    if isinstance(error, asyncio.CancelledError):
+                        raise
+                    return  # the reader sees the same end, and knows why
             self._settle()
             self._wake.clear()
             await self._wake.wait()

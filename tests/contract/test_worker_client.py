@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from coordinator.gateway.client_config import WorkerClientSettings
@@ -167,12 +168,18 @@ async def test_a_dying_worker_fails_every_leg_and_the_client_comes_back(worker: 
         assert (await again.next()).WhichOneof("event") == "finished"
 
 
-async def test_a_stream_that_ends_in_good_order_is_a_loss_too(worker: ScriptedWorker) -> None:
+@pytest.mark.parametrize("status", [None, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED])
+async def test_a_stream_that_the_worker_ends_is_a_loss_and_the_client_comes_back(
+    worker: ScriptedWorker, status: grpc.StatusCode | None
+) -> None:
     async with client_of(worker) as client:
         sink = open_leg(client, "one")
         await worker.leg("colocated")
-        worker.end_streams()
+        worker.end_streams(status)
         assert (await sink.error()).code is Code.WORKER_LOST
+        again = open_leg(client, "again")
+        worker.finished(await worker.leg("colocated", 2), 5)
+        assert (await again.next()).WhichOneof("event") == "finished"
 
 
 async def test_a_release_survives_a_reconnection() -> None:
@@ -273,3 +280,49 @@ async def test_a_failing_sink_hurts_no_other_leg(worker: ScriptedWorker) -> None
         assert (await good.next()).tokens.token_ids == [2]
         assert client.counts["leg_sink_failed"] == 1
         assert client.connected
+
+
+async def test_a_frame_that_cannot_be_written_costs_the_stream_and_no_more(worker: ScriptedWorker) -> None:
+    async with client_of(worker, max_message_bytes=1024) as client:
+        await up(client)
+        sink, big = Sink(), colocated("big")
+        big.colocated.prompt_token_ids.extend([300] * 1024)
+        client.open(AttemptId("big"), big, sink)
+        assert (await sink.error()).code is Code.WORKER_LOST
+        good = open_leg(client, "good")
+        worker.finished(await worker.leg("colocated"), 1)
+        assert (await good.next()).WhichOneof("event") == "finished"
+
+
+async def test_a_writer_that_fails_does_not_leave_a_stream_that_only_listens(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(worker) as client:
+        await up(client)
+        write, failed = client._write, asyncio.Event()
+
+        async def fails_once(call: object) -> None:
+            failed.set()
+            monkeypatch.setattr(client, "_write", write)
+            raise RuntimeError("a bug of the writer")
+
+        monkeypatch.setattr(client, "_write", fails_once)
+        worker.end_streams()
+        async with asyncio.timeout(10):
+            await failed.wait()
+            await client.lost.wait()  # type: ignore[attr-defined]
+        assert client.counts["worker_stream_fault"] == 1
+        good = open_leg(client, "good")
+        worker.finished(await worker.leg("colocated"), 1)
+        assert (await good.next()).WhichOneof("event") == "finished"
+
+
+async def test_what_clients_read_of_a_lost_worker_holds_no_address(worker: ScriptedWorker) -> None:
+    async with client_of(worker) as client:
+        sink = open_leg(client, "one")
+        await worker.leg("colocated")
+        await worker.lose()
+        error = await sink.error()
+        assert "127.0.0.1" not in error.message
+        waiting = open_leg(client, "two")
+        assert "127.0.0.1" not in (await waiting.error()).message

@@ -19,10 +19,10 @@ PATIENCE_S = 10.0
 
 
 class _Stream:
-    """One gateway's stream. `out` None ends it."""
+    """One gateway's stream. `out` None or a status ends it."""
 
     def __init__(self) -> None:
-        self.out: asyncio.Queue[worker_pb2.StreamResponse | None] = asyncio.Queue()
+        self.out: asyncio.Queue[worker_pb2.StreamResponse | grpc.StatusCode | None] = asyncio.Queue()
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -59,10 +59,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """The process dies."""
         await self.stop()
 
-    def end_streams(self) -> None:
-        """Every stream ends in good order; the server goes on listening."""
+    def end_streams(self, status: grpc.StatusCode | None = None) -> None:
+        """Every stream ends, in good order or with `status`; the server goes on listening."""
         for stream in self._streams:
-            stream.out.put_nowait(None)
+            stream.out.put_nowait(status)
 
     # The service --------------------------------------------------------------------------------------------------------
 
@@ -78,6 +78,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         reader = asyncio.create_task(self._read(requests))
         try:
             while (frame := await stream.out.get()) is not None:
+                if isinstance(frame, grpc.StatusCode):
+                    await context.abort(frame, "as the test wants it")
                 yield frame
         finally:
             self._streams.remove(stream)
