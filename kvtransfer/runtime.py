@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -200,11 +200,15 @@ class NodeRuntime:
         with self.lock:
             response = pb.GetNodeStatusResponse(leases=len(self.leases) + self.leases.ending)
             response.sessions = len(self.sessions) + self.sessions.ending
+            response.lease_states.update(Counter(str(lease.state) for lease in self.leases.leases() if lease.live))
+            response.session_states.update(Counter(str(session.state) for session in self.sessions.sessions()))
             for target, staging in ((response.send, self.send), (response.receive, self.receive)):
                 target.capacity_bytes = staging.capacity_bytes
                 target.used_bytes = staging.used_bytes
                 target.quarantined_bytes = staging.quarantined_bytes
         response.counters.update(self.counters())
+        # A snapshot may be taken before the node has a loop.
+        response.tasks = len(asyncio.all_tasks(self.loop)) if hasattr(self, "loop") else 0
         response.recent_errors.extend(error.to_proto() for error in list(self.recent_errors))
         return response
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import grpc.aio
 
 from coordinator.pools.reconcile import PoolTarget
-from coordinator.pools.reports import GatewayReport
+from coordinator.pools.reports import Beat, GatewayReport, ProcessRef, Resources
 from coordinator.routing.views import WorkerState, WorkerView
 from protos.errors import Code, SplitpointError, invalid
 from protos.grpc_errors import abort
-from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
+from protos.ids import WorkerId
+from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc, kv_transfer_pb2
 
 MAX_REPLICAS = 4096
 
@@ -77,8 +79,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             await abort(context, error)
 
 
-def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
-    """One worker as operators see it."""
+def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus:
+    """One worker as operators see it; `beat` is its last heartbeat."""
     return admin_pb2.WorkerStatus(
         worker_id=view.worker_id,
         pool=view.pool,
@@ -90,9 +92,26 @@ def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
         waiting=view.waiting,
         leases=view.leases,
         kv_usage=view.kv_usage,
+        send_staging_used=view.send_staging_used,
+        receive_staging_used=view.receive_staging_used,
         heartbeat_age_s=view.heartbeat_age_s,
         pid=view.pid,
         detail=view.detail,
+        resources=_resources(beat.resources, beat.processes) if beat is not None and beat.resources is not None else None,
+    )
+
+
+def _resources(held: Resources, processes: Sequence[ProcessRef]) -> admin_pb2.WorkerResources:
+    return admin_pb2.WorkerResources(
+        kv_blocks_held=held.kv_blocks_held,
+        legs=held.legs,
+        leases=held.leases,
+        sessions=held.sessions,
+        send_staging=kv_transfer_pb2.StagingStatus(**asdict(held.send_staging)),
+        receive_staging=kv_transfer_pb2.StagingStatus(**asdict(held.receive_staging)),
+        tasks=held.tasks,
+        open_files=held.open_files,
+        pids=[process.pid for process in processes],
     )
 
 
@@ -114,13 +133,14 @@ def pool_status(target: PoolTarget, views: Sequence[WorkerView], failures: int, 
 def status(
     pools: Sequence[admin_pb2.PoolStatus],
     views: Sequence[WorkerView],
+    beats: Mapping[WorkerId, Beat],
     gateways: Sequence[GatewayReport],
     model: str,
 ) -> admin_pb2.GetStatusResponse:
     """Everything at one moment."""
     return admin_pb2.GetStatusResponse(
         pools=pools,
-        workers=[worker_status(view) for view in views],
+        workers=[worker_status(view, beats.get(view.worker_id)) for view in views],
         gateways=[
             admin_pb2.GatewayStatus(
                 gateway_id=g.gateway_id,
@@ -128,6 +148,9 @@ def status(
                 grpc_address=g.grpc_address,
                 admin_address=g.admin_address,
                 in_flight=g.in_flight,
+                pid=g.pid,
+                tasks=g.tasks,
+                open_files=g.open_files,
             )
             for g in gateways
         ],

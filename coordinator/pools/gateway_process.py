@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.tokenizer import TextTokenizer
 from coordinator.manifest import versions
 from coordinator.pools.admin import AdminBackend, AdminServicer
+from coordinator.pools.process import open_files
 from coordinator.pools.reports import GatewayReport
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
@@ -92,6 +94,9 @@ class GatewayProcess:
             grpc_address=self._addresses["grpc"],
             admin_address=self._addresses["admin"],
             in_flight=self.core.in_flight,
+            pid=os.getpid(),
+            tasks=len(asyncio.all_tasks()),
+            open_files=open_files([os.getpid()]),
             membership_age_s=time.monotonic() - applied_s if applied_s is not None else float("inf"),
             ready=self.core.ready(),
         )

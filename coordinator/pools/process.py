@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -39,6 +43,15 @@ def log_to(path: Path, log_format: Literal["text", "json"]) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def open_files(pids: Iterable[int]) -> int:
+    """File descriptors of these processes together; one that is gone has none."""
+    count = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            count += psutil.Process(pid).num_fds()
+    return count
 
 
 def use_cores(slot: int, threads: int, *, pin: bool) -> list[int]:

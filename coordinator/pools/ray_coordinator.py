@@ -67,6 +67,7 @@ class CoordinatorActor:
         self._handles: dict[WorkerId, ActorHandle] = {}
         self._busy: dict[WorkerId, asyncio.Task[None]] = {}
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
         self._gateways: dict[str, GatewayReport] = {}
         self._gateway_faults: dict[str, str] = {}
@@ -225,21 +226,31 @@ class CoordinatorActor:
         if watch is not None:
             watch.cancel()
         self._handles.pop(worker_id, None)
-        self._finals[worker_id] = admin.worker_status(member.view(time.monotonic()))
+        self._finals[worker_id] = admin.worker_status(member.view(time.monotonic()), member.beat)
         self._fleet.forget(worker_id)
         if member.beat is not None:
-            await self._tell_peers(member.beat.view.incarnation)
+            self._tell_peers(member.beat.view.incarnation)
         log.info("worker %s is gone: %s", worker_id, reason)
 
-    async def _tell_peers(self, incarnation: str) -> None:
+    def _tell_peers(self, incarnation: str) -> None:
         """The process is known dead, so staging that the others hold back for its sake may be used again (rule 13)."""
-        others = [self._handles[w] for w, m in self._fleet.members.items() if w in self._handles and m.ready_s is not None]
-        told = await asyncio.gather(
-            *(asyncio.wait_for(h.peer_died.remote(incarnation), _CALL_TIMEOUT_S) for h in others), return_exceptions=True
-        )
-        for error in told:
-            if isinstance(error, BaseException):
-                log.warning("telling a worker that %s is dead: %s: %s", incarnation, type(error).__name__, error)
+        for worker_id, member in self._fleet.members.items():
+            if member.ready_s is not None:
+                task = asyncio.get_running_loop().create_task(self._tell_peer(worker_id, incarnation))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
+    async def _tell_peer(self, worker_id: WorkerId, incarnation: str) -> None:
+        """Until the worker has heard it or is gone itself: nothing else gives that staging back."""
+        while worker_id in self._fleet.members:
+            handle = self._handles.get(worker_id)
+            try:
+                if handle is not None:
+                    await asyncio.wait_for(handle.peer_died.remote(incarnation), _CALL_TIMEOUT_S)
+                    return
+            except (RayError, TimeoutError) as error:
+                log.warning("telling %s that %s is dead: %s: %s", worker_id, incarnation, type(error).__name__, error)
+            await asyncio.sleep(self._rules.heartbeat_interval_s)
 
     # -- gateways ------------------------------------------------------------------------------------------------------
 
@@ -289,7 +300,8 @@ class CoordinatorActor:
         views = self._fleet.views(time.monotonic())
         model = served_model_name(self._spec.settings)
         pools = [self._pool_status(target, views) for target in self._store.targets()]
-        return admin.status(pools, views, list(self._gateways.values()), model)
+        beats = {m.record.worker_id: m.beat for m in self._fleet.members.values() if m.beat is not None}
+        return admin.status(pools, views, beats, list(self._gateways.values()), model)
 
     def _pool_status(self, target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
         backoff = self._fleet.backoff.get(target.name, Backoff())

@@ -33,6 +33,29 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """One direction's staging of all ranks together. `quarantined_bytes` belong to transfers that are over."""
+
+    capacity_bytes: int
+    used_bytes: int
+    quarantined_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What requests make a worker hold; see `WorkerResources` in admin.proto."""
+
+    kv_blocks_held: int
+    legs: int
+    leases: int
+    sessions: int
+    send_staging: Staging
+    receive_staging: Staging
+    tasks: int
+    open_files: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     """One heartbeat. `view.state` is STARTING until the engine serves; `refusing` confirms a drain. `processes` are the
     actor and everything it started, for fencing."""
@@ -43,6 +66,8 @@ class Beat:
     processes: tuple[ProcessRef, ...]
     refusing: bool
     uptime_s: float
+    resources: Resources | None = None
+    """None until the engine serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +92,9 @@ class GatewayReport:
     grpc_address: str
     admin_address: str
     in_flight: int
+    pid: int
+    tasks: int
+    open_files: int
     membership_age_s: float
     ready: bool
 

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.manifest import gpus, hardware, versions
-from coordinator.pools.reports import Beat, ProcessRef, WorkerFacts, WorkerSpec
+from coordinator.pools.process import open_files
+from coordinator.pools.reports import Beat, ProcessRef, Resources, Staging, WorkerFacts, WorkerSpec
 from coordinator.routing.views import RankView, WorkerState, WorkerView
 from engine.config import EngineSettings, KvEngineConfig
 from engine.protocol import Engine, EngineDeadError
-from engine.worker.heartbeat import heartbeat
+from engine.worker.heartbeat import WorkerHeartbeat, heartbeat
 from engine.worker.server import WorkerIdentity, WorkerServer
 from kvtransfer.control import RankControl
 from protos.ids import new_incarnation
+from protos.splitpoint.v1 import kv_transfer_pb2
 
 log = logging.getLogger(__name__)
 
@@ -174,26 +176,31 @@ class WorkerProcess:
         now_s = time.monotonic()
         if now_s - self._refs_s > _TREE_EVERY_S or (state is WorkerState.READY and len(self._refs) == 1):
             self._refs, self._refs_s = await asyncio.to_thread(self._host.processes), now_s
+        view, resources = await self._state(state)
         return Beat(
-            view=await self._view(state),
+            view=view,
             slot=self.spec.slot,
             node_id=self._host.node_id,
             processes=self._refs,
             refusing=self.server.draining,
             uptime_s=now_s - self._born_s,
+            resources=resources,
         )
 
-    async def _view(self, state: WorkerState) -> WorkerView:
+    async def _state(self, state: WorkerState) -> tuple[WorkerView, Resources | None]:
         server, facts, detail = self.server, self.server.facts, ""
+        resources = None
         running = waiting = leases = 0
-        kv_usage = 0.0
+        kv_usage = send = receive = 0.0
         if state is WorkerState.READY and server.engine is not None:
             beat = await heartbeat(server, _STATUS_TIMEOUT_S)
             running, waiting, leases, kv_usage = beat.running, beat.waiting, beat.leases, beat.kv_usage
+            send, receive = beat.send_staging_used, beat.receive_staging_used
             detail = beat.detail
+            resources = self._resources(beat)
             if detail:
                 log.warning("worker %s: %s", self.spec.worker_id, detail)
-        return WorkerView(
+        view = WorkerView(
             worker_id=self.spec.worker_id,
             incarnation=self.incarnation,
             pool=self.spec.pool,
@@ -214,7 +221,22 @@ class WorkerProcess:
             waiting=waiting,
             leases=leases,
             kv_usage=kv_usage,
+            send_staging_used=send,
+            receive_staging_used=receive,
             detail=detail,
+        )
+        return view, resources
+
+    def _resources(self, beat: WorkerHeartbeat) -> Resources:
+        return Resources(
+            kv_blocks_held=beat.kv_blocks_held,
+            legs=beat.legs,
+            leases=beat.rank_leases,
+            sessions=beat.rank_sessions,
+            send_staging=_staging(beat.send_staging),
+            receive_staging=_staging(beat.receive_staging),
+            tasks=len(asyncio.all_tasks()) + beat.rank_tasks,
+            open_files=open_files(ref.pid for ref in self._refs),
         )
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -290,6 +312,10 @@ def _sha256(files: Sequence[Path]) -> str:
         with file.open("rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
     return total.hexdigest()
+
+
+def _staging(status: kv_transfer_pb2.StagingStatus) -> Staging:
+    return Staging(capacity_bytes=status.capacity_bytes, used_bytes=status.used_bytes, quarantined_bytes=status.quarantined_bytes)
 
 
 def _on_host(settings: Any, node_ip: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.worker.server import WorkerServer
@@ -29,6 +30,16 @@ class WorkerHeartbeat:
     receive_staging_used: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     """The worker's events, and its ranks' added up under `rank_...`."""
+    kv_blocks_held: int = 0
+    legs: int = 0
+    """Running legs and the cleanups after them."""
+    rank_leases: int = 0
+    rank_sessions: int = 0
+    rank_tasks: int = 0
+    """Asyncio tasks of the ranks' transfer nodes."""
+    send_staging: kv_transfer_pb2.StagingStatus = field(default_factory=kv_transfer_pb2.StagingStatus)
+    """All ranks together, bytes."""
+    receive_staging: kv_transfer_pb2.StagingStatus = field(default_factory=kv_transfer_pb2.StagingStatus)
     dead: str = ""
     """Why the engine cannot serve any more."""
     detail: str = ""
@@ -39,6 +50,7 @@ async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
     """Ask the engine and the ranks, each at most `timeout_s`. Never raises for a rank or an engine that is silent or dead."""
     counters = dict(server.metrics.events)
     leases, send, receive, detail = server.open_transfers(), 0.0, 0.0, ""
+    ranks: list[kv_transfer_pb2.GetNodeStatusResponse] = []
     try:
         ranks = await server.rank_status(timeout_s)
     except (TimeoutError, SplitpointError) as error:
@@ -67,9 +79,25 @@ async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
         send_staging_used=send,
         receive_staging_used=receive,
         counters=counters,
+        kv_blocks_held=round(load.kv_usage * server.info.num_kv_blocks) if load is not None and server.info is not None else 0,
+        legs=server.attempts.busy,
+        rank_leases=sum(r.leases for r in ranks),
+        rank_sessions=sum(r.sessions for r in ranks),
+        rank_tasks=sum(r.tasks for r in ranks),
+        send_staging=_sum(r.send for r in ranks),
+        receive_staging=_sum(r.receive for r in ranks),
         dead=str(server.engine_death or ""),
         detail=detail,
     )
+
+
+def _sum(stagings: Iterable[kv_transfer_pb2.StagingStatus]) -> kv_transfer_pb2.StagingStatus:
+    total = kv_transfer_pb2.StagingStatus()
+    for staging in stagings:
+        total.capacity_bytes += staging.capacity_bytes
+        total.used_bytes += staging.used_bytes
+        total.quarantined_bytes += staging.quarantined_bytes
+    return total
 
 
 def _share(staging: kv_transfer_pb2.StagingStatus) -> float:

@@ -256,8 +256,22 @@ class StagingStatus(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ...) -> None: ...
 
 class GetNodeStatusResponse(_message.Message):
-    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors")
+    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors", "tasks", "lease_states", "session_states")
     class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LeaseStatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SessionStatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -270,13 +284,19 @@ class GetNodeStatusResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     RECENT_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_STATES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_STATES_FIELD_NUMBER: _ClassVar[int]
     send: StagingStatus
     receive: StagingStatus
     leases: int
     sessions: int
     counters: _containers.ScalarMap[str, int]
     recent_errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorDetail]
-    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ...) -> None: ...
+    tasks: int
+    lease_states: _containers.ScalarMap[str, int]
+    session_states: _containers.ScalarMap[str, int]
+    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ..., tasks: _Optional[int] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class FencePeerRequest(_message.Message):
     __slots__ = ("incarnation",)
