@@ -92,8 +92,6 @@ def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus
         waiting=view.waiting,
         leases=view.leases,
         kv_usage=view.kv_usage,
-        send_staging_used=view.send_staging_used,
-        receive_staging_used=view.receive_staging_used,
         heartbeat_age_s=view.heartbeat_age_s,
         pid=view.pid,
         detail=view.detail,

@@ -191,11 +191,10 @@ class WorkerProcess:
         server, facts, detail = self.server, self.server.facts, ""
         resources = None
         running = waiting = leases = 0
-        kv_usage = send = receive = 0.0
+        kv_usage = 0.0
         if state is WorkerState.READY and server.engine is not None:
             beat = await heartbeat(server, _STATUS_TIMEOUT_S)
             running, waiting, leases, kv_usage = beat.running, beat.waiting, beat.leases, beat.kv_usage
-            send, receive = beat.send_staging_used, beat.receive_staging_used
             detail = beat.detail
             resources = self._resources(beat)
             if detail:
@@ -221,8 +220,6 @@ class WorkerProcess:
             waiting=waiting,
             leases=leases,
             kv_usage=kv_usage,
-            send_staging_used=send,
-            receive_staging_used=receive,
             detail=detail,
         )
         return view, resources

@@ -37,8 +37,8 @@ class RankView:
 class WorkerView:
     """One worker as the coordinator last saw it.
 
-    `fingerprint` is equal for workers whose KV bytes mean the same; `running`, `waiting`, `kv_usage` and the staging shares
-    are as old as `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
+    `fingerprint` is equal for workers whose KV bytes mean the same; `running`, `waiting` and `kv_usage` are as old as
+    `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
     """
 
     worker_id: WorkerId
@@ -56,7 +56,5 @@ class WorkerView:
     waiting: int = 0
     leases: int = 0
     kv_usage: float = 0.0
-    send_staging_used: float = 0.0
-    receive_staging_used: float = 0.0
     heartbeat_age_s: float = 0.0
     detail: str = ""
