@@ -37,7 +37,9 @@ class GatewaySettings(BaseModel):
     max_stop_chars: PositiveInt = Field(256, description="Characters of one stop string.")
 
     sse_keepalive_s: NonNegativeFloat = Field(15.0, description="Silence after which a stream gets an SSE comment; 0: never.")
-    tokenize_inline_chars: NonNegativeInt = Field(8192, description="Longer texts are tokenised on a thread.")
+    tokenize_inline_chars: NonNegativeInt = Field(
+        8192, description="Longer texts are tokenised, and longer bodies checked, on a thread."
+    )
     grpc_reflection: bool = True
     grpc_keepalive_min_ping_ms: PositiveInt = 10_000
     routing: RoutingSettings = RoutingSettings()

@@ -301,7 +301,7 @@ class RunningChoice:
         path = self._ledger.path
         if self._ledger.last_token_s is not None:
             self._core.metrics.token_gap(path, now_s - self._ledger.last_token_s)
-        self._ledger.emitted(now_s)
+        self._ledger.emitted(now_s, len(action.token_ids))
         tokens = Tokens(
             token_ids=list(action.token_ids),
             logprobs=list(action.logprobs) or None,

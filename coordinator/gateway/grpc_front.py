@@ -20,8 +20,8 @@ from coordinator.gateway.frontend import FrontEnd
 from coordinator.gateway.grpc_request import check_request, parse_message
 from coordinator.gateway.health import GENERATION_SERVICE, ReadinessHealthServicer
 from coordinator.gateway.http_errors import internal_error
-from coordinator.gateway.prepare import prepare_choices
-from coordinator.gateway.validate import Metadata, check_metadata
+from coordinator.gateway.prepare import Prompt, prepare_choices
+from coordinator.gateway.validate import Metadata, Sampling, check_metadata
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import MAX_MESSAGE_CHARS, error_metadata
 from protos.ids import new_request_id
@@ -83,9 +83,12 @@ class GenerationServicer:
 
     async def _generate(self, raw: bytes, context: Context, received_s: float) -> None:
         frontend = self._frontend
-        request = parse_message(raw)
         metadata = _metadata(context, frontend.settings)
-        prompt, sampling = check_request(request, frontend)
+        if len(raw) <= frontend.settings.tokenize_inline_chars:
+            request, prompt, sampling = self._parse(raw)
+        else:
+            # A schema or a template can keep a thread busy for long; tokens of other requests must not wait for it.
+            request, prompt, sampling = await asyncio.to_thread(self._parse, raw)
         label = request.request_id or metadata.client_request_id or new_request_id()
         choices = await prepare_choices(
             [prompt],
@@ -101,6 +104,10 @@ class GenerationServicer:
                 await self._stream(events, label, context)
             else:
                 await self._collect(events, choices, label, context)
+
+    def _parse(self, raw: bytes) -> tuple[generation_pb2.GenerateRequest, Prompt, Sampling]:
+        request = parse_message(raw)
+        return request, *check_request(request, self._frontend)
 
     async def _stream(self, events: Any, label: str, context: Context) -> None:
         output_ids: dict[int, list[int]] = {}

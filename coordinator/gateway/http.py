@@ -30,7 +30,7 @@ from coordinator.gateway.openai_request import (
     prompts_of,
 )
 from coordinator.gateway.openai_response import DONE, Reply
-from coordinator.gateway.prepare import prepare_choices
+from coordinator.gateway.prepare import allowed_time_s, prepare_choices
 from coordinator.gateway.validate import Metadata, check_metadata
 from protos.errors import Code, SplitpointError
 from protos.ids import new_request_id
@@ -80,7 +80,15 @@ class GenerationEndpoint:
         )
         client_request_id = metadata.client_request_id or label
         exchange.headers = [(b"x-request-id", client_request_id.encode())]
-        raw = await read_body(headers, receive, settings.max_body_bytes)
+        allowed_s = allowed_time_s(metadata, settings)
+        try:
+            async with asyncio.timeout(allowed_s):
+                raw = await read_body(headers, receive, settings.max_body_bytes)
+        except TimeoutError:
+            exchange.headers.append((b"connection", b"close"))  # the rest of the body may still come
+            raise SplitpointError(
+                Code.DEADLINE_EXCEEDED, f"body was not whole within the deadline of {allowed_s:g} s", param="body"
+            ) from None
         serving = asyncio.create_task(self._serve(raw, metadata, client_request_id, exchange, received_s))
         leaving = asyncio.create_task(until_left(receive))
         try:
@@ -95,11 +103,11 @@ class GenerationEndpoint:
 
     async def _serve(self, raw: bytes, metadata: Metadata, client_request_id: str, exchange: Exchange, received_s: float) -> None:
         frontend = self._frontend
-        body = parse_body(raw)
-        if self._chat:
-            request = parse_chat(body, frontend.limits, frontend.model.id, frontend.tokenizer)
+        if len(raw) <= frontend.settings.tokenize_inline_chars:
+            request = self._parse(raw)
         else:
-            request = parse_completion(body, frontend.limits, frontend.model.id)
+            # A schema or a template can keep a thread busy for long; tokens of other requests must not wait for it.
+            request = await asyncio.to_thread(self._parse, raw)
         choices = await prepare_choices(
             prompts_of(request),
             request.sampling,
@@ -114,6 +122,13 @@ class GenerationEndpoint:
             await self._stream(request, choices, reply, exchange)
         else:
             await self._collect(choices, reply, exchange)
+
+    def _parse(self, raw: bytes) -> OpenAIRequest:
+        frontend = self._frontend
+        body = parse_body(raw)
+        if self._chat:
+            return parse_chat(body, frontend.limits, frontend.model.id, frontend.tokenizer)
+        return parse_completion(body, frontend.limits, frontend.model.id)
 
     async def _stream(self, request: OpenAIRequest, choices: list[Choice], reply: Reply, exchange: Exchange) -> None:
         async with (

@@ -1,9 +1,10 @@
 """The stage ledger of one choice: exclusive parts of its critical path, adding up to its end-to-end time. Pure.
 
 On the gateway's clock a request is a chain without gaps: gateway, a leg's window (sent until its end arrived), gateway, and
-so on. A window is divided by what its worker reports, as durations of the worker's own clock. What a window lasted beyond
-that (the network, the worker's share outside its engine) is the residual: printed, never spread over the stages. A route
-that came to nothing is `retry`, unless the client keeps tokens of it.
+so on. A window is divided by what its worker reports, as durations of the worker's own clock: the stages, and how long the
+leg took there altogether. What the window lasted beyond that is the hops there and back, the gateway's. What the worker took
+beyond its stages is the residual: printed, never spread over the stages. A route that came to nothing is `retry`, unless the
+client keeps tokens of it. docs/measurement.md defines each stage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from protos.splitpoint.v1 import common_pb2, worker_pb2
 
-STAGES = ("gateway", "prefill_queue", "prefill", "transfer_wait", "decode_queue", "decode", "retry")
+STAGES = ("gateway", "prefill_queue", "prefill", "transfer_wait", "decode_queue", "decode", "worker", "retry")
 """Exclusive; with the residual they add up to the end-to-end time, on both paths."""
 
 
@@ -46,6 +47,7 @@ class LedgerRecorder:
     transfer_bytes: int = 0
     first_token_s: float | None = None
     """When the first token was ready for the client."""
+    second_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
     _done: dict[str, float] = field(default_factory=_no_stages)
@@ -85,10 +87,12 @@ class LedgerRecorder:
         if self._first_arrival_s is None:
             self._first_arrival_s = arrived_s
 
-    def emitted(self, now_s: float) -> None:
-        """Tokens are ready for the client."""
+    def emitted(self, now_s: float, tokens: int = 1) -> None:
+        """So many tokens are ready for the client."""
         self._route_has_tokens = True
         self.last_token_s = now_s
+        if self.second_token_s is None and (self.first_token_s is not None or tokens > 1):
+            self.second_token_s = now_s
         if self.first_token_s is None:
             self.first_token_s = now_s
 
@@ -97,6 +101,10 @@ class LedgerRecorder:
         if self._window is None or self._mark_s is None:
             return
         stages = self._route
+        stages["worker"] += times.returning_s
+        if times.elapsed_s:
+            # Never negative: a worker that claims more than the window lasted shows as a negative residual.
+            stages["gateway"] += max(0.0, arrived_s - self._mark_s - times.elapsed_s)
         if self._window is not Window.DECODE:
             stages["prefill_queue"] += times.queued_s
             stages["prefill"] += times.computing_s
@@ -150,6 +158,7 @@ class LedgerRecorder:
             e2e_s=e2e_s,
             residual_s=e2e_s - sum(stages.values()),
             ttft_s=self.first_token_s - self.received_s if self.first_token_s is not None else 0.0,
+            second_token_gap_s=self._second_token_gap_s(),
             transfer_s=self.transfer_s,
             transfer_bytes=self.transfer_bytes,
             attempts=self.attempts,
@@ -162,6 +171,11 @@ class LedgerRecorder:
         )
 
     # Parts ----------------------------------------------------------------------------------------------------------------
+
+    def _second_token_gap_s(self) -> float:
+        if self.first_token_s is None or self.second_token_s is None:
+            return 0.0
+        return self.second_token_s - self.first_token_s
 
     def _gateway_until(self, stages: dict[str, float], now_s: float) -> None:
         if self._window is None and self._mark_s is not None:

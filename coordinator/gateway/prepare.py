@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.gateway.api import Submission
 from coordinator.gateway.choice import Choice, TextOptions
+from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.frontend import FrontEnd
 from coordinator.gateway.validate import Metadata, Sampling, choice_seed, fit_context
 from protos.errors import Code, SplitpointError
@@ -21,6 +22,11 @@ class Prompt:
     field: str
     content: str | list[int]
     add_special_tokens: bool = True
+
+
+def allowed_time_s(metadata: Metadata, settings: GatewaySettings) -> float:
+    """How long the whole request may take, from its arrival."""
+    return min(metadata.deadline_s or settings.default_deadline_s, settings.max_deadline_s)
 
 
 async def prepare_choices(
@@ -54,8 +60,7 @@ async def prepare_choices(
             ids = prompt.content
         room = fit_context(len(ids), sampling, limits, default_max_tokens=default_max_tokens, prompt_field=prompt.field)
         prepared.append((ids, room))
-    settings = frontend.settings
-    allowed_s = min(metadata.deadline_s or settings.default_deadline_s, settings.max_deadline_s)
+    allowed_s = allowed_time_s(metadata, frontend.settings)
     left_s = allowed_s - (time.monotonic() - received_s)
     if left_s <= 0:
         raise SplitpointError(Code.DEADLINE_EXCEEDED, f"the deadline of {allowed_s:g} s passed before the request was submitted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from coordinator.gateway import constraint
 from coordinator.gateway.api import Finished, Tokens
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import common_pb2
@@ -444,6 +446,41 @@ async def test_silence_is_broken_by_comments_and_a_late_error_is_an_event() -> N
         gate.set()
         rest = "\n".join([line async for line in lines])
     assert [name for name, _ in parse_events(rest)] == ["error", "message"]
+
+
+async def test_a_body_that_never_ends_is_given_up_at_the_deadline() -> None:
+    core = FakeCore(saying("hello"))
+    made = frontend(default_deadline_s=0.2)
+    async with http_server(core, made) as client:
+        host, port = client.base_url.host, client.base_url.port
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        async with asyncio.timeout(10):
+            status = await reader.readline()
+            rest = await reader.read()
+        writer.close()
+        assert b" 504 " in status
+        assert b'"reason": "deadline_exceeded"' in rest
+        assert b"body" in rest
+    assert core.submissions == []
+
+
+async def test_a_long_body_is_read_beside_the_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, client = served
+    core.script = saying("hello")
+    threads: list[bool] = []
+    check = constraint.check_schema
+
+    def checking(path: str, text: str) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        check(path, text)
+
+    monkeypatch.setattr(constraint, "check_schema", checking)
+    for properties in (1, 1000):
+        schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+        response = await client.post(URL, json={"prompt": "hi", "structured_outputs": {"json": schema}})
+        assert response.status_code == 200, response.text
+    assert threads == [True, False]
 
 
 async def test_no_status_is_sent_before_the_first_token() -> None:

@@ -307,8 +307,9 @@ async def test_a_writer_that_fails_does_not_leave_a_stream_that_only_listens(
             raise RuntimeError("a bug of the writer")
 
         monkeypatch.setattr(client, "_write", fails_once)
-        worker.end_streams()
         async with asyncio.timeout(10):
+            await worker.connected.wait()
+            worker.end_streams()
             await failed.wait()
             await client.lost.wait()  # type: ignore[attr-defined]
         assert client.counts["worker_stream_fault"] == 1
