@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from protos.errors import Code, SplitpointError
@@ -61,17 +62,20 @@ async def abort(context: Any, error: SplitpointError) -> NoReturn:
 def from_rpc_error(exc: grpc.RpcError) -> SplitpointError:
     """The `SplitpointError` that ended a call, sync or aio.
 
-    A status without our details (the peer is gone, the call's own deadline, an unknown method) maps by its code; anything
+    A status without readable details (the peer is gone, the call's own deadline, an unknown method) maps by its code; anything
     else a peer did not explain is `INTERNAL`.
     """
     for key, value in exc.trailing_metadata() or ():
         if key != DETAILS_KEY:
             continue
-        status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
-        for packed in status.details:
-            detail = common_pb2.ErrorDetail()
-            if packed.Unpack(detail):
-                return SplitpointError.from_proto(detail)
+        try:
+            status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
+            for packed in status.details:
+                detail = common_pb2.ErrorDetail()
+                if packed.Unpack(detail):
+                    return SplitpointError.from_proto(detail)
+        except DecodeError:
+            break  # whatever the peer meant, the status itself still says something
     grpc_code: grpc.StatusCode = exc.code()
     text = f"{grpc_code.name}: {exc.details() or ''}"
     return SplitpointError(_BARE_CODES.get(grpc_code, Code.INTERNAL), text[:MAX_MESSAGE_CHARS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ class WorkerHeartbeat:
     """Running legs and the cleanups after them."""
     rank_leases: int = 0
     rank_sessions: int = 0
+    lease_states: dict[str, int] = field(default_factory=dict)
+    session_states: dict[str, int] = field(default_factory=dict)
     rank_tasks: int = 0
     """Asyncio tasks of the ranks' transfer nodes."""
     send_staging: kv_transfer_pb2.StagingStatus = field(default_factory=kv_transfer_pb2.StagingStatus)
@@ -83,6 +86,8 @@ async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
         legs=server.attempts.busy,
         rank_leases=sum(r.leases for r in ranks),
         rank_sessions=sum(r.sessions for r in ranks),
+        lease_states=dict(sum((Counter(r.lease_states) for r in ranks), Counter())),
+        session_states=dict(sum((Counter(r.session_states) for r in ranks), Counter())),
         rank_tasks=sum(r.tasks for r in ranks),
         send_staging=_sum(r.send for r in ranks),
         receive_staging=_sum(r.receive for r in ranks),

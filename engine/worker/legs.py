@@ -235,18 +235,21 @@ class EngineTimes:
     queued_s: float = 0.0
     computing_s: float = 0.0
     decoding_s: float = 0.0
+    returning_s: float = 0.0
     seen_first: bool = False
 
     def note(self, output: EngineOutput) -> None:
-        """Take the times of one output: the first one's queue and compute, the last one's decoding."""
+        """Take the times of one output: the first one's queue and compute, the last one's decoding and return."""
         if not self.seen_first:
             self.seen_first = True
             self.queued_s = max(0.0, self.before_engine_s - self.transfer_wait_s) + output.queued_s
             self.computing_s = output.computing_s
         if output.finish_reason is not None:
             self.decoding_s = output.decoding_s
+            self.returning_s = output.returning_s
 
-    def to_proto(self) -> worker_pb2.LegTimes:
+    def to_proto(self, elapsed_s: float) -> worker_pb2.LegTimes:
+        """The report of a leg that ends now, `elapsed_s` after it was accepted."""
         return worker_pb2.LegTimes(
             queued_s=self.queued_s,
             computing_s=self.computing_s,
@@ -254,4 +257,6 @@ class EngineTimes:
             transfer_wait_s=self.transfer_wait_s,
             transfer_s=self.transfer_s,
             transfer_bytes=self.transfer_bytes,
+            returning_s=self.returning_s,
+            elapsed_s=elapsed_s,
         )

@@ -7,16 +7,21 @@ fills its own queue, and only its own legs wait; a leg's last event never waits,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from protos.splitpoint.v1 import worker_pb2
+
+_EVENT_OVERHEAD_BYTES = 8
+"""More than the tag and the length of an event inside its frame."""
 
 
 class EventQueue:
     """Events on their way to one gateway, bounded for all but the last event of an attempt."""
 
-    def __init__(self, max_pending: int) -> None:
+    def __init__(self, max_pending: int, max_frame_bytes: int = 64 * 1024 * 1024) -> None:
+        """`max_frame_bytes` is what one message may weigh; an event that weighs more by itself still goes, alone."""
         self._max_pending = max_pending
+        self._max_frame_bytes = max_frame_bytes
         self._pending: list[worker_pb2.LegEvent] = []
         self._filled = asyncio.Event()
         self._room = asyncio.Event()
@@ -64,7 +69,25 @@ class EventQueue:
             if self._pending:
                 events, self._pending = self._pending, []
                 self._room.set()
-                self.frames += 1
-                await write(worker_pb2.StreamResponse(events=events))
+                for frame in _frames(events, self._max_frame_bytes):
+                    self.frames += 1
+                    await write(frame)
             if self._finishing and not self._pending:
                 return
+
+
+def _frames(events: list[worker_pb2.LegEvent], max_bytes: int) -> Iterator[worker_pb2.StreamResponse]:
+    """The events in order, in as few frames as the limit allows: beyond it gRPC ends the stream, and every leg with it."""
+    whole = worker_pb2.StreamResponse(events=events)
+    if whole.ByteSize() <= max_bytes:
+        yield whole
+        return
+    frame, size = worker_pb2.StreamResponse(), 0
+    for event in events:
+        weight = event.ByteSize() + _EVENT_OVERHEAD_BYTES
+        if frame.events and size + weight > max_bytes:
+            yield frame
+            frame, size = worker_pb2.StreamResponse(), 0
+        frame.events.append(event)
+        size += weight
+    yield frame

@@ -74,7 +74,7 @@ class _GatewayStream:
     def __init__(self, worker: WorkerServer, number: int) -> None:
         self._worker = worker
         self._number = number
-        self._queue = EventQueue(worker.settings.max_pending_events)
+        self._queue = EventQueue(worker.settings.max_pending_events, worker.settings.max_message_bytes)
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
         """Read legs and write frames until both are done with: the gateway closed its side and its legs have ended, or the

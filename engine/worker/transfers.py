@@ -36,8 +36,8 @@ class TransferRoster:
         self._owners.pop(transfer_id, None)
 
     def take(self, stream: int) -> list[TransferId]:
-        """Everything this stream brought up and nobody ended."""
-        taken = [transfer_id for transfer_id, (owner, _) in self._owners.items() if owner == stream]
+        """Everything this stream brought up and nobody ended, the newest first: the oldest are the likeliest to be over."""
+        taken = [transfer_id for transfer_id, (owner, _) in reversed(self._owners.items()) if owner == stream]
         for transfer_id in taken:
             del self._owners[transfer_id]
         return taken

@@ -84,3 +84,10 @@ def test_bare_status(status: grpc.StatusCode, code: Code) -> None:
     got = from_rpc_error(exc)
     assert got.code is code
     assert "gone" in got.message
+
+
+@pytest.mark.parametrize("details", [b"\xff\xfe no status", b""], ids=["garbage", "empty"])
+def test_details_that_cannot_be_read_leave_the_bare_status(details: bytes) -> None:
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", details))
+    exc = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details="gone")
+    assert from_rpc_error(exc).code is Code.WORKER_LOST

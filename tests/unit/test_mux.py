@@ -80,3 +80,16 @@ async def test_finish_writes_what_is_queued() -> None:
     queue.finish()
     await queue.drain(peer.write)
     assert peer.frames == [["0"]]
+
+
+async def test_events_too_large_for_one_frame_leave_in_several_and_in_order() -> None:
+    big = "x" * 400
+    queue, peer = EventQueue(100, max_frame_bytes=1000), Peer()
+    for i in range(5):
+        queue.put_last(event(f"{i}{big}"))
+    queue.put_last(event("small"))
+    queue.put_last(event("y" * 2000))  # alone too large: the peer's limit decides, not this queue
+    queue.finish()
+    await queue.drain(peer.write)
+    assert [[name[0] for name in frame] for frame in peer.frames] == [["0", "1"], ["2", "3"], ["4", "s"], ["y"]]
+    assert queue.frames == 4

@@ -118,6 +118,9 @@ def test_the_roster_knows_each_streams_transfers_until_their_time_is_over() -> N
     roster.forget(B)
     assert roster.take(2) == []
     roster.note(1, A, 5.0)
+    roster.note(1, B, 5.0)
+    assert roster.take(1) == [B, A], "the newest first: the oldest are likely over, and the time for releases is bounded"
+    roster.note(1, A, 5.0)
     now[0] = 16.0
     roster.note(1, B, 5.0)
     assert len(roster) == 1
