@@ -48,6 +48,8 @@ class Member:
     slot: int
     beat: Beat | None = None
     ready_s: float | None = None
+    stopping: bool = False
+    """It was told to end; that it does says nothing about the health of its pool."""
 
     def view(self, now_s: float) -> WorkerView:
         """As gateways and operators see it; the record's state overrules the worker's own."""
@@ -143,8 +145,6 @@ class Fleet:
         drain_since_s = record.drain_since_s
         if beat.refusing and drain_since_s is None:
             drain_since_s = now_s
-            if record.draining_until_s is None:
-                record = replace(record, draining_until_s=now_s)
             state = WorkerState.DRAINING
         idle_since_s = None
         if drain_since_s is not None and not busy:
@@ -180,6 +180,12 @@ class Fleet:
         if changed:
             self._bump()
 
+    def stopping(self, worker_id: WorkerId) -> None:
+        """We end it: its death, which may be heard before our own note of it, is wanted."""
+        member = self.members.get(worker_id)
+        if member is not None:
+            member.stopping = True
+
     def died(self, worker_id: WorkerId, reason: str, now_s: float, *, wanted: bool = False) -> bool:
         """Its process is known to be gone (or could not be started). True when that is news. `wanted`: we ended it, so it
         says nothing about the health of its pool; else a short life counts as a failed start."""
@@ -187,7 +193,7 @@ class Fleet:
         if member is None or member.record.state is WorkerState.DEAD:
             return False
         pool = member.record.pool
-        if not wanted:
+        if not (wanted or member.stopping):
             lived_s = 0.0 if member.ready_s is None else now_s - member.ready_s
             before = self.backoff.get(pool, Backoff()) if lived_s < _HEALTHY_LIFE_S else Backoff()
             self.backoff[pool] = before.failed(now_s)

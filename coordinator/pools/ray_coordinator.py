@@ -206,6 +206,7 @@ class CoordinatorActor:
 
     async def _stop(self, worker_id: WorkerId, reason: str) -> None:
         """Let it end its engine in order, then make sure."""
+        self._fleet.stopping(worker_id)
         handle = self._handles.get(worker_id)
         member = self._fleet.members.get(worker_id)
         if handle is not None and member is not None and member.record.state is not WorkerState.STARTING:

@@ -111,6 +111,23 @@ async def test_a_restarted_coordinator_takes_a_refusing_worker_as_draining(fleet
     assert fleet.members[D1].record.state is WorkerState.DRAINING
 
 
+async def test_a_coordinator_that_restarts_in_a_drain_keeps_its_time(fleet: Fleet) -> None:
+    """Heartbeats are heard before the store's drains are read again; what runs must not be cut off for it."""
+    fleet.heard(beat(refusing=True, running=1), 1.0)
+    fleet.drain(D1, 100.0)
+    fleet.heard(beat(refusing=True, running=1), 2.0)
+    assert fleet.members[D1].record.draining_until_s == 100.0
+
+
+async def test_a_worker_that_was_told_to_stop_is_no_failure_when_it_ends(fleet: Fleet) -> None:
+    """Its own last words may arrive before the coordinator notes the end that it asked for."""
+    fleet.heard(beat(), 1.0)
+    fleet.stopping(D1)
+    assert fleet.died(D1, "drained: no requests, no leases", 5.0)
+    assert fleet.backoff == {}
+    assert fleet.failures == {}
+
+
 async def test_probes_count_failures_in_a_row(fleet: Fleet) -> None:
     fleet.heard(beat(), 1.0)
     fleet.probed(D1, False, 2.0)
