@@ -18,6 +18,7 @@ because it must know the address where its ranks register, and that exists only 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
@@ -211,21 +212,26 @@ class WorkerServer:
         if self._stopped:
             return
         self._stopped = True
+        async with contextlib.AsyncExitStack() as ends:
+            # In the order of their lines from below; each runs although another failed, the engine's above all.
+            if self.engine is not None:
+                ends.push_async_callback(self.engine.stop)
+            if self.ranks is not None:
+                ends.push_async_callback(self.ranks.close)
+            ends.callback(self.metrics.close)
+            for owner in self.handlers.owners if self.handlers is not None else ():
+                ends.push_async_callback(owner.close)
+            await self._end_streams(grace_s)
+
+    async def _end_streams(self, grace_s: float) -> None:
         await self._serving(False)
         self.attempts.abort_all(WORKER_STOPS)
         await self._wait_idle()
         if self._server is not None:
             self._servicer.finish_streams()
             await self._server.stop(grace_s)
-        # Streams that ended have released their transfers; then the services end what no stream has brought up.
+        # Streams that ended have released their transfers; afterwards the services end what no stream has brought up.
         await self._wait_idle()
-        for owner in self.handlers.owners if self.handlers is not None else ():
-            await owner.close()
-        self.metrics.close()
-        if self.ranks is not None:
-            await self.ranks.close()
-        if self.engine is not None:
-            await self.engine.stop()
 
     def describe(self) -> worker_pb2.DescribeWorkerResponse:
         """Facts for gateways and the coordinator. Raises `SplitpointError(NO_WORKER)` before the start is done."""

@@ -330,6 +330,27 @@ async def test_stopping_a_busy_worker_ends_everything() -> None:
         assert left == []
 
 
+async def test_a_stop_that_fails_half_way_still_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair_of(wire=True) as pair:
+        server, stopped = pair.p.server, asyncio.Event()
+        assert server.ranks is not None
+        close, stop = server.ranks.close, pair.p.engine.stop
+
+        async def failing() -> None:
+            await close()
+            raise OSError("a channel does not close")
+
+        async def stopping() -> None:
+            await stop()
+            stopped.set()
+
+        monkeypatch.setattr(server.ranks, "close", failing)
+        monkeypatch.setattr(pair.p.engine, "stop", stopping)
+        with pytest.raises(OSError, match="does not close"):
+            await server.stop()
+        assert stopped.is_set(), "an engine that nobody stops keeps its accelerators"
+
+
 async def test_a_late_release_of_a_transfer_that_never_was_changes_nothing() -> None:
     async with pair_of(wire=True) as pair:
         await pair.to_d.release(new_transfer_id())
