@@ -64,7 +64,7 @@ class Peers:
             # Shielded: others may wait for the same handshake when this transfer is cancelled.
             yield peer.stub, await asyncio.shield(peer.handshake)
         except SplitpointError as error:
-            if error.code in (Code.WORKER_LOST, Code.DEADLINE_EXCEEDED):
+            if error.code in (Code.WORKER_LOST, Code.DEADLINE_EXCEEDED) or _disagreed_by_accident(peer):
                 self._forget(key, peer)
             raise
         finally:
@@ -129,3 +129,11 @@ class Peers:
         peer.handshake.cancel()
         await asyncio.gather(peer.handshake, return_exceptions=True)
         await peer.channel.close()
+
+
+def _disagreed_by_accident(peer: Peer) -> bool:
+    """The handshake failed for another reason than what the peer is: the next transfer tries again."""
+    if not peer.handshake.done() or peer.handshake.cancelled():
+        return False
+    failure = peer.handshake.exception()
+    return isinstance(failure, SplitpointError) and failure.code is not Code.INCOMPATIBLE_PEER

@@ -21,11 +21,17 @@ _KEEPALIVE = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-_MESSAGES = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-CHANNEL_OPTIONS: list[tuple[str, Any]] = [*_KEEPALIVE, *_MESSAGES]
+# A proxy in the environment is for the outside; ranks, peers and actors are inside.
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *_KEEPALIVE,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", -1),
+]
+# Payload leaves a node's server and never enters it: whoever sends it more than a few addresses is no peer.
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_KEEPALIVE,
-    *_MESSAGES,
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", 1024 * 1024),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),

@@ -284,4 +284,6 @@ def _channel_options(settings: WorkerClientSettings) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", int(settings.backoff_initial_s * 1000)),
         ("grpc.min_reconnect_backoff_ms", int(settings.backoff_initial_s * 1000)),
         ("grpc.enable_retries", 0),
+        # A proxy in the environment is for the outside; workers are inside.
+        ("grpc.enable_http_proxy", 0),
     ]

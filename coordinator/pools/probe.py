@@ -9,12 +9,14 @@ import grpc.aio
 from coordinator.routing.views import WorkerView
 from protos.splitpoint.v1 import worker_pb2, worker_pb2_grpc
 
+CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+
 log = logging.getLogger(__name__)
 
 
 async def answers(view: WorkerView, timeout_s: float) -> bool:
     """One round trip on the worker's own server; another incarnation at that address does not count."""
-    async with grpc.aio.insecure_channel(view.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+    async with grpc.aio.insecure_channel(view.address, options=CHANNEL_OPTIONS) as channel:
         try:
             reply = await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(
                 worker_pb2.DescribeWorkerRequest(), timeout=timeout_s
