@@ -48,7 +48,7 @@ from coordinator.request_states import TERMINAL
 from coordinator.routing.goals import PairRoute, Refusal, Route
 from coordinator.routing.views import WorkerView
 from protos.errors import Code, SplitpointError
-from protos.ids import AttemptId, token_hash
+from protos.ids import AttemptId, Incarnation, token_hash
 from protos.splitpoint.v1 import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class RunningChoice:
         )
         self._legs = LegBuilder(submission.request_id, submission.prompt_token_ids, prompt_hash)
         self._ledger = LedgerRecorder(received_s=submission.received_s, path=path)
-        self._charges: dict[str, tuple[str, int]] = {}
+        self._charges: dict[AttemptId, tuple[Incarnation, int]] = {}
         self._events: deque[Event] = deque()
         self._handling = False
         self._unread: deque[Tokens | Finished | SplitpointError] = deque()
@@ -183,7 +183,10 @@ class RunningChoice:
         if not again:
             self._events.appendleft(Fault(error))
             return
-        # Not even the orderly end works: the client is told all the same; leases run out at the workers.
+        # Not even the orderly end works: the client is told all the same, and the workers; transfers run out by their leases.
+        for attempt_id, (incarnation, _) in list(self._charges.items()):
+            self._abort(attempt_id, incarnation, "gateway_fault")
+        self._stop_timer()
         self._unread.append(error)
         self._core.ended(self)
         self._wake()
@@ -215,10 +218,7 @@ class RunningChoice:
             case LegOver():
                 self._discharge(action.attempt_id)
             case AbortLeg():
-                self._discharge(action.attempt_id)
-                client = self._core.membership.client(action.worker.incarnation)
-                if client is not None:
-                    client.abort(action.attempt_id, action.reason)
+                self._abort(action.attempt_id, action.worker.incarnation, action.reason)
             case ReleaseTransfer():
                 client = self._core.membership.client(action.worker.incarnation)
                 if client is not None:
@@ -296,6 +296,12 @@ class RunningChoice:
         except SplitpointError as error:
             self._events.append(worker_pb2.LegEvent(attempt_id=attempt_id, failed=error.to_proto()))
 
+    def _abort(self, attempt_id: AttemptId, incarnation: Incarnation, reason: str) -> None:
+        self._discharge(attempt_id)
+        client = self._core.membership.client(incarnation)
+        if client is not None:
+            client.abort(attempt_id, reason)
+
     def _emit(self, action: Emit) -> None:
         now_s = self._clock()
         path = self._ledger.path
@@ -334,7 +340,7 @@ class RunningChoice:
                 self._core.router.load.discharge(incarnation, tokens)
                 self._charges[attempt_id] = (incarnation, 0)
 
-    def _discharge(self, attempt_id: str) -> None:
+    def _discharge(self, attempt_id: AttemptId) -> None:
         charge = self._charges.pop(attempt_id, None)
         if charge is not None:
             self._core.router.load.discharge(*charge)
@@ -343,9 +349,7 @@ class RunningChoice:
 
     def _end(self, status: str, error_type: str) -> None:
         now_s = self._clock()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         ledger = self._ledger
         ledger.recomputed = self._request.recomputed
         ledger.first_token_forwarded = self._request.first_token_forwarded
@@ -363,6 +367,11 @@ class RunningChoice:
         )
         _log_end(self._log, message, status=status, error_type=error_type, output_tokens=self._request.tokens_sent)
         self._wake()
+
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -81,15 +81,16 @@ class Membership:
             else:
                 self._on_event("membership_stale")
             return False
-        self.epoch, self.version = snapshot.epoch, snapshot.version
-        self.applied_s = self._clock()
-        self._views = snapshot.workers
         alive = {v.incarnation: v for v in snapshot.workers if v.state in (WorkerState.READY, WorkerState.DRAINING)}
         self._router.update(snapshot.workers)
         for incarnation in self._clients.keys() - alive.keys():
             self._remove(incarnation)
         for view in alive.values():
             self._add(view)
+        # Last, so that a snapshot that fails half-way is asked for again.
+        self.epoch, self.version = snapshot.epoch, snapshot.version
+        self.applied_s = self._clock()
+        self._views = snapshot.workers
         return True
 
     def _add(self, view: WorkerView) -> None:
@@ -129,8 +130,10 @@ class Membership:
         while True:
             try:
                 snapshot = await poll(self.epoch, self.version)
+                if snapshot is not None:
+                    self.apply(snapshot)
             except Exception as error:
-                # Whatever the coordinator's client raises: traffic goes on with what is known.
+                # Whatever the coordinator's client raises, or its snapshot causes: traffic goes on with what is known.
                 self._on_event("membership_poll_failed")
                 log.warning("membership_poll_failed", error=repr(error), version=self.version, retry_s=pause_s)
                 await asyncio.sleep(pause_s)
@@ -140,7 +143,6 @@ class Membership:
             if snapshot is None:
                 self.applied_s = self._clock()
             else:
-                self.apply(snapshot)
                 # Lets a coordinator that answers the same version again and again not spin this loop.
                 await asyncio.sleep(0)
 

@@ -89,6 +89,7 @@ async def test_split_from_end_to_end() -> None:
             ledger.transfer_wait_s,
             ledger.decode_queue_s,
             ledger.decode_s,
+            ledger.worker_s,
             ledger.retry_s,
             ledger.residual_s,
         )
@@ -666,6 +667,23 @@ async def test_a_bug_in_one_request_ends_it_with_an_error_id(monkeypatch: pytest
         p.sealed(p.of("prefill")[1], 1)
         await bystander.has(1)
         await bystander.leave()
+
+
+async def test_a_request_that_cannot_even_end_in_order_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = workers = pool()
+    async with scripted(*workers) as under_test:
+        reader = await at_decoding(under_test, p, d)
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(reader.choice._request, "handle", broken)
+        d.tokens(d.of("decode")[0], 3)
+        await reader.end()
+        assert reader.error is not None
+        assert (reader.error.code, bool(reader.error.error_id)) == (Code.INTERNAL, True)
+        assert (await d.leg("abort")).attempt_id == d.of("decode")[0].header.attempt_id
+        assert reader.choice._timer is None
 
 
 async def test_late_events_of_a_dead_attempt_change_nothing() -> None:

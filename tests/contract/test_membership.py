@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
 import pytest
@@ -120,3 +120,36 @@ async def test_a_closed_membership_takes_nothing(membership: Membership) -> None
     await membership.close()
     assert not membership.apply(snapshot(1, worker_view("p")))
     assert membership.views == ()
+
+
+async def test_a_snapshot_that_cannot_be_taken_is_asked_for_again(
+    membership: Membership, events: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.gateway.membership.POLL_BACKOFF_S", (0.001, 0.001))
+    p, d = worker_view("p"), worker_view("d", Role.DECODE)
+    asked: list[tuple[str, int]] = []
+    done = asyncio.Event()
+    update = membership._router.update
+
+    def fails_once(views: Iterable[WorkerView]) -> None:
+        monkeypatch.setattr(membership._router, "update", update)
+        raise ValueError("a view that makes no sense")
+
+    async def poll(epoch: str, version: int) -> MembershipSnapshot | None:
+        asked.append((epoch, version))
+        if len(asked) == 2:
+            monkeypatch.setattr(membership._router, "update", fails_once)
+        if len(asked) <= 3:
+            return snapshot(1, p) if len(asked) == 1 else snapshot(2, d)
+        done.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    following = asyncio.create_task(membership.follow(poll))
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert asked == [("", -1), ("e", 1), ("e", 1), ("e", 2)]
+    assert membership.views == (d,)
+    assert events["membership_poll_failed"] == 1
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
