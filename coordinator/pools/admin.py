@@ -105,6 +105,8 @@ def _resources(held: Resources, processes: Sequence[ProcessRef]) -> admin_pb2.Wo
         legs=held.legs,
         leases=held.leases,
         sessions=held.sessions,
+        lease_states=held.lease_states,
+        session_states=held.session_states,
         send_staging=kv_transfer_pb2.StagingStatus(**asdict(held.send_staging)),
         receive_staging=kv_transfer_pb2.StagingStatus(**asdict(held.receive_staging)),
         tasks=held.tasks,

@@ -49,6 +49,8 @@ class Resources:
     legs: int
     leases: int
     sessions: int
+    lease_states: dict[str, int]
+    session_states: dict[str, int]
     send_staging: Staging
     receive_staging: Staging
     tasks: int

@@ -230,6 +230,8 @@ class WorkerProcess:
             legs=beat.legs,
             leases=beat.rank_leases,
             sessions=beat.rank_sessions,
+            lease_states=beat.lease_states,
+            session_states=beat.session_states,
             send_staging=_staging(beat.send_staging),
             receive_staging=_staging(beat.receive_staging),
             tasks=len(asyncio.all_tasks()) + beat.rank_tasks,
