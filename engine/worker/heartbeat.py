@@ -59,6 +59,8 @@ async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
     except (TimeoutError, SplitpointError) as error:
         server.metrics.event("status_failed")
         detail = f"a rank does not answer: {error or 'timed out'}"
+        # It may hold some: a drain must not end because nobody could be asked.
+        leases = max(leases, 1)
     else:
         leases = max([leases, *(r.leases + r.sessions for r in ranks)])
         send = max((_share(r.send) for r in ranks), default=0.0)

@@ -66,6 +66,17 @@ async def test_a_heartbeat_names_a_dead_engine_and_a_silent_rank() -> None:
         assert beat.counters["engine_died"] == 1
 
 
+async def test_what_a_silent_rank_holds_counts_as_held() -> None:
+    """A drain ends when no lease is left (rule 10); a rank that does not answer has not said so."""
+    async with pair_of() as pair:
+        assert pair.fabric is not None
+        pair.fabric.hold("status")
+        silent = await heartbeat(pair.p.server, 0.05)
+        pair.fabric.let_go("status")
+        assert silent.leases > 0
+        assert (await heartbeat(pair.p.server, 5)).leases == 0
+
+
 async def test_a_worker_can_be_scraped() -> None:
     worker = await start_worker(None, worker_settings=WorkerSettings(metrics_port=0))
     async with running(worker):
