@@ -249,7 +249,18 @@ def show_answers(console: Console, answers: list[Answer]) -> None:
 
 def show_ledgers(console: Console, answers: list[Answer]) -> None:
     """One column per answer. The transfer overlaps other stages and is not part of the sum."""
-    stages = ("gateway", "prefill_queue", "prefill", "transfer_wait", "decode_queue", "decode", "retry", "residual", "e2e")
+    stages = (
+        "gateway",
+        "prefill_queue",
+        "prefill",
+        "transfer_wait",
+        "decode_queue",
+        "decode",
+        "worker",
+        "retry",
+        "residual",
+        "e2e",
+    )
     table = Table("ms", *(f"{a.front}\n{a.path}\n{a.transport or '-'}" for a in answers), padding=(0, 0))
     for stage in stages:
         table.add_row(stage, *(f"{a.ledger[stage]:.1f}" for a in answers), end_section=stage == "residual")

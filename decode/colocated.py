@@ -8,8 +8,7 @@ from decode.config import DecodeSettings
 from decode.generation import stream_generation
 from engine.protocol import EngineOutput, EngineRequest
 from engine.worker.admission import Admission, Ticket
-from engine.worker.legs import EngineTimes, LegCall, WorkerContext, sampling_of
-from protos.errors import Code, SplitpointError, invalid
+from engine.worker.legs import EngineTimes, LegCall, WorkerContext, check_prompt, sampling_of
 from protos.splitpoint.v1 import worker_pb2
 
 
@@ -51,15 +50,3 @@ class ColocatedService:
 
     async def _leave(self, ticket: Ticket) -> None:
         self.admission.left(ticket)
-
-
-def check_prompt(prompt: list[int], max_model_len: int) -> None:
-    """Raises `SplitpointError`: INVALID_VALUE for an empty prompt, PROMPT_TOO_LONG when no output fits behind it."""
-    if not prompt:
-        raise invalid("prompt_token_ids", "empty")
-    if len(prompt) >= max_model_len:
-        raise SplitpointError(
-            Code.PROMPT_TOO_LONG,
-            f"{len(prompt)} prompt tokens leave no room for an output in max_model_len {max_model_len}",
-            param="prompt_token_ids",
-        )

@@ -45,7 +45,7 @@ async def stream_generation(
             finish_reason=last.finish_reason or "",
             matched_token_id=last.matched_token_id,
             last=tokens_event(last),
-            times=times.to_proto(),
+            times=times.to_proto(call.elapsed_s()),
             recomputed=recomputed,
         )
     )

@@ -8,13 +8,22 @@ import logging
 from dataclasses import dataclass, field
 from functools import partial
 
-from decode.colocated import ColocatedService, check_prompt
+from decode.colocated import ColocatedService
 from decode.config import DecodeSettings
 from decode.generation import stream_generation
 from decode.intake import Intake, IntakeState, Staged, Transfer
 from engine.protocol import EngineOutput, EngineRequest, KvReceive
 from engine.worker.admission import Admission, Ticket
-from engine.worker.legs import EngineTimes, LegCall, LegHandler, LegHandlers, WorkerContext, checked_grant, sampling_of
+from engine.worker.legs import (
+    EngineTimes,
+    LegCall,
+    LegHandler,
+    LegHandlers,
+    WorkerContext,
+    check_prompt,
+    checked_grant,
+    sampling_of,
+)
 from engine.worker.seals import seal_mismatch
 from protos.errors import Code, SplitpointError, invalid
 from protos.ids import TransferId

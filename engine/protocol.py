@@ -52,8 +52,11 @@ class EngineOutput:
     """What one engine step yields for one request.
 
     `token_ids` are new since the last output, usually one. `finish_reason` ("stop", "length", "abort", "error") is set on
-    the last output alone. `matched_token_id` is the EOS or stop token that ended it. The three times are set on the first
-    output (queued, computing) and on the last (decoding), by the engine's own clock.
+    the last output alone. `matched_token_id` is the EOS or stop token that ended it.
+
+    The times are exclusive and add up to the life of the request, from the call of `generate` to the reading of its last
+    output: queued until the first step that has it, computing until the first token, both set on the first output;
+    decoding until the last token, returning until it is read, both set on the last.
     """
 
     token_ids: list[int]
@@ -65,6 +68,7 @@ class EngineOutput:
     queued_s: float = 0.0
     computing_s: float = 0.0
     decoding_s: float = 0.0
+    returning_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.config import EngineSettings, KvEngineConfig
@@ -60,6 +60,7 @@ class _Running:
     outputs: list[EngineOutput] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     first_token_s: float | None = None
+    last_token_s: float = 0.0
 
 
 class SimulatedEngine:
@@ -126,6 +127,8 @@ class SimulatedEngine:
                 outputs, running.outputs = running.outputs, []
                 if outputs:
                     merged = _merge(outputs)
+                    if merged.finish_reason is not None:
+                        merged = replace(merged, returning_s=self._clock.now() - running.last_token_s)
                     yield merged
                     if merged.finish_reason is not None:
                         return
@@ -284,13 +287,12 @@ class SimulatedEngine:
         return 0
 
     def _finish_step(self, plan: StepPlan) -> None:
-        now = self._clock.now()
         for work in self._scheduler.complete(plan):
             running = self._requests[work.sequence.request_id]
             if running.send is not None and self._kv is not None:
                 self._kv.gather(running.send, work.sequence.computed)
             if work.samples:
-                self._emit(running, now)
+                self._emit(running, self._clock.now())
 
     def _emit(self, running: _Running, now: float) -> None:
         sequence, sampling = running.sequence, running.request.sampling
@@ -305,6 +307,7 @@ class SimulatedEngine:
         first = running.first_token_s is None
         if running.first_token_s is None:
             running.first_token_s = now
+        running.last_token_s = now
         scheduled = sequence.scheduled_s if sequence.scheduled_s is not None else now
         running.outputs.append(
             EngineOutput(

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from multiprocessing import resource_tracker
 from typing import Any
@@ -119,6 +120,7 @@ class VllmEngine:
         # "type" marks a prompt as processed already; releases that know no such mark ignore it.
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         request_id = str(request.request_id)
+        called_s = time.monotonic()
         outputs: AsyncGenerator[Any, None] = llm.generate(prompt, params, request_id)
         finished = False
         first = True
@@ -126,7 +128,7 @@ class VllmEngine:
         try:
             async for output in outputs:
                 finished = output.finished
-                yield engine_output(output, first=first)
+                yield engine_output(output, first=first, called_s=called_s, read_s=time.monotonic())
                 first = False
         except vllm_exceptions.EngineDeadError as error:
             finished = True

@@ -90,8 +90,11 @@ def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
     raise ValueError("constraint: none of its kinds is set")
 
 
-def engine_output(output: Any, *, first: bool) -> EngineOutput:
-    """One of vLLM's `RequestOutput`s, made with `RequestOutputKind.DELTA`. `first`: no output of this request came before."""
+def engine_output(output: Any, *, first: bool, called_s: float, read_s: float) -> EngineOutput:
+    """One of vLLM's `RequestOutput`s, made with `RequestOutputKind.DELTA`. `first`: no output of this request came before.
+
+    `called_s` and `read_s`: when the request was given to vLLM and when this output was read, by `time.monotonic`.
+    """
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     reason = completion.finish_reason
@@ -102,7 +105,7 @@ def engine_output(output: Any, *, first: bool) -> EngineOutput:
         matched = stop if isinstance(stop, int) else (token_ids[-1] if stop is None and token_ids else None)
     elif reason == "repetition":
         reason = "stop"
-    times = output.metrics
+    queued_s, computing_s, decoding_s, returning_s = engine_times(output.metrics, called_s, read_s)
     return EngineOutput(
         token_ids=token_ids,
         logprobs=None if completion.logprobs is None else [_position(p) for p in completion.logprobs],
@@ -110,10 +113,29 @@ def engine_output(output: Any, *, first: bool) -> EngineOutput:
         finish_reason=reason,
         matched_token_id=matched,
         cached_tokens=output.num_cached_tokens or 0,
-        queued_s=_between(times, "queued_ts", "scheduled_ts") if first else 0.0,
-        computing_s=_between(times, "scheduled_ts", "first_token_ts") if first else 0.0,
-        decoding_s=_between(times, "first_token_ts", "last_token_ts") if reason is not None else 0.0,
+        queued_s=queued_s if first else 0.0,
+        computing_s=computing_s if first else 0.0,
+        decoding_s=decoding_s if reason is not None else 0.0,
+        returning_s=returning_s if reason is not None else 0.0,
     )
+
+
+def engine_times(stamps: Any, called_s: float, read_s: float) -> tuple[float, float, float, float]:
+    """Queued, computing, decoding and returning, seconds, from the engine core's monotonic stamps; zeros where there are none.
+
+    The core is this process's child on this host, where the monotonic clock is one for all processes, so the way in and the
+    way out can be told apart: a request that comes during a step waits for its end unseen by the core. Stamps out of order
+    show a clock that is not shared; then only the core's own durations count, and the ledger's residual shows the rest.
+    """
+    queued, scheduled, first, last = (
+        getattr(stamps, name, 0.0) for name in ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+    )
+    if not (queued and scheduled and first and last):
+        return 0.0, 0.0, 0.0, 0.0
+    computing_s, decoding_s = max(0.0, first - scheduled), max(0.0, last - first)
+    if called_s <= queued and last <= read_s:
+        return scheduled - called_s, computing_s, decoding_s, read_s - last
+    return max(0.0, scheduled - queued), computing_s, decoding_s, 0.0
 
 
 def _position(candidates: Mapping[int, Any] | None) -> list[Logprob]:
@@ -121,12 +143,6 @@ def _position(candidates: Mapping[int, Any] | None) -> list[Logprob]:
     if candidates is None:
         return []
     return [Logprob(token, float(entry.logprob), entry.rank or 0) for token, entry in candidates.items()]
-
-
-def _between(times: Any, start: str, end: str) -> float:
-    """Seconds between two of the engine core's monotonic stamps; 0 when either was never taken."""
-    began, ended = getattr(times, start, 0.0), getattr(times, end, 0.0)
-    return max(0.0, ended - began) if began and ended else 0.0
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, object]:

@@ -12,6 +12,7 @@ from engine.worker.legs import (
     LegCall,
     LegHandlers,
     WorkerContext,
+    check_prompt,
     checked_grant,
     run_engine,
     sampling_of,
@@ -19,7 +20,7 @@ from engine.worker.legs import (
 )
 from engine.worker.seals import make_seal
 from prefill.config import PrefillSettings
-from protos.errors import Code, SplitpointError, invalid
+from protos.errors import Code, SplitpointError
 from protos.ids import TransferId, token_hash
 from protos.splitpoint.v1 import kv_transfer_pb2, worker_pb2
 
@@ -54,7 +55,7 @@ class PrefillService:
             EngineDeadError: the engine is gone.
         """
         prompt = list(leg.prompt_token_ids)
-        self._check_prompt(prompt)
+        check_prompt(prompt, self._context.info.max_model_len)
         sampling = prefill_params(sampling_of(leg.sampling_params))
         ticket = self.admission.admit(len(prompt))
         call.defer(partial(self._leave, ticket))
@@ -84,22 +85,12 @@ class PrefillService:
                     finish_reason=output.finish_reason or "",
                     matched_token_id=output.matched_token_id,
                     last=first,
-                    times=times.to_proto(),
+                    times=times.to_proto(call.elapsed_s()),
                 )
             )
             return
-        call.sealed(worker_pb2.SealedEvent(first=first, seal=self._seal(transfer_id, prompt), times=times.to_proto()))
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        limit = self._context.info.max_model_len
-        if not prompt:
-            raise invalid("prompt_token_ids", "empty")
-        if len(prompt) >= limit:
-            raise SplitpointError(
-                Code.PROMPT_TOO_LONG,
-                f"{len(prompt)} prompt tokens leave no room for an output in max_model_len {limit}",
-                param="prompt_token_ids",
-            )
+        seal = self._seal(transfer_id, prompt)
+        call.sealed(worker_pb2.SealedEvent(first=first, seal=seal, times=times.to_proto(call.elapsed_s())))
 
     async def _reserve(self, call: LegCall, grant: kv_transfer_pb2.TransferGrant, prompt: list[int]) -> None:
         ranks, facts = self._context.transfer()

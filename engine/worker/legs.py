@@ -158,6 +158,18 @@ def checked_grant(grant: kv_transfer_pb2.TransferGrant) -> TransferId:
     return TransferId(grant.transfer_id)
 
 
+def check_prompt(prompt: list[int], max_model_len: int) -> None:
+    """Raises `SplitpointError`: INVALID_VALUE for an empty prompt, PROMPT_TOO_LONG when no output fits behind it."""
+    if not prompt:
+        raise invalid("prompt_token_ids", "empty")
+    if len(prompt) >= max_model_len:
+        raise SplitpointError(
+            Code.PROMPT_TOO_LONG,
+            f"{len(prompt)} prompt tokens leave no room for an output in max_model_len {max_model_len}",
+            param="prompt_token_ids",
+        )
+
+
 def sampling_of(message: common_pb2.SamplingParams) -> SamplingParams:
     """The engine's sampling parameters. Raises `SplitpointError(INVALID_VALUE)`."""
     try:

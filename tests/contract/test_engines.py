@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -71,10 +72,15 @@ async def check_length_is_exact_and_reason_comes_once(subject: Subject) -> None:
 
 
 async def check_times(subject: Subject) -> None:
+    began_s = time.monotonic()
     outputs = await subject.outputs(PROMPT, greedy(5))
+    lasted_s = time.monotonic() - began_s
     assert outputs[0].queued_s >= 0
     assert outputs[0].computing_s > 0
     assert outputs[-1].decoding_s > 0
+    assert outputs[-1].returning_s > 0
+    parts = sum(o.queued_s + o.computing_s + o.decoding_s + o.returning_s for o in outputs)
+    assert parts <= lasted_s, "exclusive, so no longer than the request was seen to take"
 
 
 async def check_greedy_repeats(subject: Subject) -> None:

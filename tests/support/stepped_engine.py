@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -114,6 +115,7 @@ class Run:
     """One engine request's outputs, put together."""
 
     token_ids: list[int] = field(default_factory=list)
+    called_s: float = field(default_factory=time.monotonic)
     logprobs: list[list[Logprob]] = field(default_factory=list)
     prompt_logprobs: list[list[Logprob]] | None = None
     finish_reason: str | None = None
@@ -249,7 +251,7 @@ class SteppedEngine:
     def step(self) -> None:
         for output in self.llm.step():
             run = self.runs[output.request_id]
-            run.add(engine_output(output, first=not run.token_ids))
+            run.add(engine_output(output, first=not run.token_ids, called_s=run.called_s, read_s=time.monotonic()))
         for run in self.runs.values():
             if run.finish_reason is None:
                 run.steps += 1

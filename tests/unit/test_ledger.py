@@ -20,13 +20,16 @@ def split(recorder: LedgerRecorder) -> LedgerRecorder:
     """Received at 10, prefill 10.1 to 11.0, decode 11.1 to 13.0, finished 13.2."""
     recorder.leg_sent(Window.PREFILL, "p", 10.1)
     recorder.tokens_arrived(11.0)
-    recorder.leg_ended(11.0, times(queued_s=0.2, computing_s=0.6))
+    recorder.leg_ended(11.0, times(queued_s=0.2, computing_s=0.6, returning_s=0.01, elapsed_s=0.82))
     recorder.leg_sent(Window.DECODE, "d", 11.1)
     recorder.emitted(11.1)
     recorder.staged(11.4, worker_pb2.StagedEvent(bytes=1000, seconds=0.5, transport="ucx"))
     recorder.tokens_arrived(12.0)
     recorder.emitted(12.0)
-    recorder.leg_ended(13.0, times(queued_s=0.1, computing_s=0.2, decoding_s=1.1, transfer_wait_s=0.3))
+    recorder.leg_ended(
+        13.0,
+        times(queued_s=0.1, computing_s=0.2, decoding_s=1.1, transfer_wait_s=0.3, returning_s=0.02, elapsed_s=1.75),
+    )
     return recorder
 
 
@@ -35,14 +38,17 @@ def test_split_stages_add_up_and_the_residual_is_what_nobody_explains() -> None:
     recorder.emitted(13.0)
     recorder.finished(13.2)
     ledger = recorder.build(99.0)
-    assert ledger.gateway_s == pytest.approx(0.1 + 0.1 + 0.2)
+    hops_s = (0.9 - 0.82) + (1.9 - 1.75)
+    assert ledger.gateway_s == pytest.approx(0.1 + 0.1 + 0.2 + hops_s)
     assert (ledger.prefill_queue_s, ledger.prefill_s) == (0.2, 0.6)
     assert (ledger.transfer_wait_s, ledger.decode_queue_s) == (0.3, 0.1)
     assert ledger.decode_s == pytest.approx(1.3)
+    assert ledger.worker_s == pytest.approx(0.03)
     assert ledger.e2e_s == pytest.approx(3.2)
-    assert ledger.residual_s == pytest.approx(0.9 - 0.8 + 1.9 - 1.7), "hops and workers' own share, spread over nothing"
+    assert ledger.residual_s == pytest.approx(0.82 - 0.81 + 1.75 - 1.72), "what the workers took beyond their stages"
     assert total(ledger) == pytest.approx(ledger.e2e_s)
     assert ledger.ttft_s == pytest.approx(1.1)
+    assert ledger.second_token_gap_s == pytest.approx(0.9), "waited for between prefill's token and decode's first"
     assert (ledger.transfer_s, ledger.transfer_bytes) == (0.5, 1000)
     assert (ledger.prefill_worker, ledger.decode_worker) == ("p", "d")
     assert not ledger.partial
@@ -63,6 +69,7 @@ def test_colocated_has_the_same_stages() -> None:
         "transfer_wait": 0.0,
         "decode_queue": 0.0,
         "decode": 3.0,
+        "worker": 0.0,
         "retry": 0.0,
     }
     assert ledger.residual_s == pytest.approx(0.25)
@@ -150,3 +157,21 @@ def test_a_request_that_never_found_a_worker_was_at_the_gateway() -> None:
     ledger = recorder.build(1.0)
     assert ledger.gateway_s == 0.5
     assert (ledger.attempts, ledger.ttft_s) == (0, 0.0)
+
+
+def test_a_worker_that_claims_more_than_its_leg_lasted_shows_as_a_negative_residual() -> None:
+    recorder = LedgerRecorder(received_s=0.0, path="colocated")
+    recorder.leg_sent(Window.SOLO, "c", 0.0)
+    recorder.leg_ended(2.0, times(computing_s=2.5, elapsed_s=2.5))
+    recorder.finished(2.0)
+    ledger = recorder.build(2.0)
+    assert ledger.gateway_s == 0.0
+    assert ledger.residual_s == -0.5
+
+
+@pytest.mark.parametrize(("emissions", "gap_s"), [([(2.0, 1)], 0.0), ([(2.0, 1), (2.5, 1), (9.0, 1)], 0.5), ([(2.0, 3)], 0.0)])
+def test_the_gap_to_the_second_token(emissions: list[tuple[float, int]], gap_s: float) -> None:
+    recorder = LedgerRecorder(received_s=1.0)
+    for now_s, tokens in emissions:
+        recorder.emitted(now_s, tokens)
+    assert recorder.build(10.0).second_token_gap_s == gap_s

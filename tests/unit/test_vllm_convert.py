@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import EngineRequest, KvReceive, KvSend, Logprob
+from engine.protocol import EngineOutput, EngineRequest, KvReceive, KvSend, Logprob
 from engine.sampling import Constraint, SamplingParams
 from engine.vllm_convert import check_prompt, engine_output, plain_arguments, sampling_arguments
 from protos.ids import TransferId
@@ -99,16 +99,32 @@ def completion(**values: Any) -> Any:
     )
 
 
-def test_times_come_with_the_first_and_the_last_output() -> None:
-    first = engine_output(completion(), first=True)
-    assert (first.queued_s, first.computing_s, first.decoding_s) == (0.5, 1.5, 0.0)
-    middle = engine_output(completion(), first=False)
-    assert (middle.queued_s, middle.computing_s, middle.decoding_s) == (0.0, 0.0, 0.0)
-    last = engine_output(completion(finish_reason="length"), first=False)
-    assert (last.queued_s, last.computing_s, last.decoding_s) == (0.0, 0.0, 3.0)
+def convert(output: Any, *, first: bool, called_s: float = 9.0, read_s: float = 15.25) -> EngineOutput:
+    return engine_output(output, first=first, called_s=called_s, read_s=read_s)
+
+
+def times_of(output: EngineOutput) -> tuple[float, float, float, float]:
+    return output.queued_s, output.computing_s, output.decoding_s, output.returning_s
+
+
+def test_times_come_with_the_first_and_the_last_output_and_add_up() -> None:
+    assert times_of(convert(completion(), first=True)) == (1.5, 1.5, 0.0, 0.0)
+    assert times_of(convert(completion(), first=False)) == (0.0, 0.0, 0.0, 0.0)
+    assert times_of(convert(completion(finish_reason="length"), first=False)) == (0.0, 0.0, 3.0, 0.25)
+    only = convert(completion(finish_reason="length"), first=True)
+    assert sum(times_of(only)) == 15.25 - 9.0
+
+
+def test_without_stamps_there_are_no_times() -> None:
     only = completion(finish_reason="length")
     only.metrics = None
-    assert engine_output(only, first=True).computing_s == 0.0
+    assert times_of(convert(only, first=True)) == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("called_s", "read_s"), [(10.25, 15.25), (9.0, 14.0)])
+def test_a_clock_that_is_not_shared_leaves_the_cores_own_durations(called_s: float, read_s: float) -> None:
+    output = convert(completion(finish_reason="length"), first=True, called_s=called_s, read_s=read_s)
+    assert times_of(output) == (0.5, 1.5, 3.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,7 @@ def test_times_come_with_the_first_and_the_last_output() -> None:
     [("stop", 7, "stop", 7), ("stop", None, "stop", 5), ("length", None, "length", None), ("repetition", None, "stop", None)],
 )
 def test_what_ended_it(reason: str, stop_reason: int | None, expected_reason: str, matched: int | None) -> None:
-    output = engine_output(completion(finish_reason=reason, stop_reason=stop_reason), first=False)
+    output = convert(completion(finish_reason=reason, stop_reason=stop_reason), first=False)
     assert (output.finish_reason, output.matched_token_id) == (expected_reason, matched)
 
 
@@ -125,7 +141,7 @@ def test_logprobs_keep_the_chosen_token_first() -> None:
     chosen = {9: entry(logprob=-2.0, rank=4), 5: entry(logprob=-0.1, rank=1), 6: entry(logprob=-0.5, rank=None)}
     given = completion(logprobs=[chosen])
     given.prompt_logprobs = [None, {1: entry(logprob=-1.0, rank=2)}]
-    output = engine_output(given, first=True)
+    output = convert(given, first=True)
     assert output.logprobs == [[Logprob(9, -2.0, 4), Logprob(5, -0.1, 1), Logprob(6, -0.5, 0)]]
     assert output.prompt_logprobs == [[], [Logprob(1, -1.0, 2)]]
 

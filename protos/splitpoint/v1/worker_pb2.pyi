@@ -177,20 +177,24 @@ class FinishedEvent(_message.Message):
     def __init__(self, finish_reason: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., last: _Optional[_Union[TokensEvent, _Mapping]] = ..., times: _Optional[_Union[LegTimes, _Mapping]] = ..., recomputed: _Optional[bool] = ...) -> None: ...
 
 class LegTimes(_message.Message):
-    __slots__ = ("queued_s", "computing_s", "decoding_s", "transfer_wait_s", "transfer_s", "transfer_bytes")
+    __slots__ = ("queued_s", "computing_s", "decoding_s", "transfer_wait_s", "transfer_s", "transfer_bytes", "returning_s", "elapsed_s")
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTING_S_FIELD_NUMBER: _ClassVar[int]
     DECODING_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETURNING_S_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     queued_s: float
     computing_s: float
     decoding_s: float
     transfer_wait_s: float
     transfer_s: float
     transfer_bytes: int
-    def __init__(self, queued_s: _Optional[float] = ..., computing_s: _Optional[float] = ..., decoding_s: _Optional[float] = ..., transfer_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+    returning_s: float
+    elapsed_s: float
+    def __init__(self, queued_s: _Optional[float] = ..., computing_s: _Optional[float] = ..., decoding_s: _Optional[float] = ..., transfer_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., returning_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
 class DescribeWorkerRequest(_message.Message):
     __slots__ = ()
