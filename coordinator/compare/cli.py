@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import grpc
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
@@ -43,13 +43,14 @@ def compare(
     if not target:
         errors.print(f"no gateway: {admin} does not answer or knows none, and no --target was given", style="red", markup=False)
         raise typer.Exit(1)
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=errors, transient=True) as progress:
+        # Drawn between probes only: a thread that draws would delay what is being sent.
+        with Progress(*columns, console=errors, transient=True, auto_refresh=False) as progress:
             task = progress.add_task("connecting", total=1.0)
 
             def say(text: str, share: float) -> None:
-                progress.update(task, description=text, completed=share)
+                progress.update(task, description=text, completed=share, refresh=True)
 
             record = asyncio.run(run(target, json_path=json_path, manifest=manifest, say=say, api_key=api_key))
     except (ComparisonError, OSError) as error:

@@ -21,6 +21,8 @@ from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 MAX_SEND_LAG_SHARE = 0.01
 """Of the TTFT SLO, at p99."""
+TIMER_TICK_S = 0.001
+"""The event loop's timers round up to this; the last tick before a request is due is polled."""
 PATHS = ("split", "colocated")
 
 
@@ -41,7 +43,7 @@ class Client(Protocol):
     """One way to ask the service."""
 
     def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
-        """Raises `RequestFailedError`."""
+        """Make a request ready; it is sent when the reply is first asked for. The reply raises `RequestFailedError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,16 @@ async def run_probe(
 
     Cancelling it cancels what is outstanding.
     """
-    start = now()
+    # Whatever can be done before is: while it is sent, nothing else delays the workload.
+    all_due_s = workload.due_s(rate_per_s)
+    all_replies = [client.ask(request, path, deadline_s) for request in workload.requests]
     tasks: list[asyncio.Task[Outcome]] = []
+    start = now()
     async with asyncio.TaskGroup() as group:
-        for index, (request, due_s) in enumerate(zip(workload.requests, workload.due_s(rate_per_s), strict=True)):
-            await asyncio.sleep(max(0.0, start + due_s - now()))
-            task = group.create_task(_one(client, request, index, path, start, due_s, deadline_s, now))
+        for index, (replies, due_s) in enumerate(zip(all_replies, all_due_s, strict=True)):
+            await _until(start + due_s, now)
+            wanted_tokens = workload.requests[index].output_tokens
+            task = group.create_task(_one(replies, wanted_tokens, index, start, due_s, deadline_s, now))
             task.add_done_callback(lambda _: on_done())
             tasks.append(task)
     probe = Probe(
@@ -145,27 +151,34 @@ async def run_one_at_a_time(client: Client, requests: Sequence[PlannedRequest], 
     """Unloaded: each request is due when the one before has ended."""
     outcomes = []
     for index, request in enumerate(requests):
+        replies = client.ask(request, path, deadline_s)
         start = time.perf_counter()
-        outcomes.append(await _one(client, request, index, path, start, 0.0, deadline_s, time.perf_counter))
+        outcomes.append(await _one(replies, request.output_tokens, index, start, 0.0, deadline_s, time.perf_counter))
     return outcomes
 
 
+async def _until(at_s: float, now: Callable[[], float]) -> None:
+    await asyncio.sleep(max(0.0, at_s - now() - TIMER_TICK_S))
+    # Replies are taken meanwhile; a timer cannot hit the moment.
+    while now() < at_s:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 async def _one(
-    client: Client,
-    request: PlannedRequest,
+    replies: AsyncIterator[Piece],
+    wanted_tokens: int,
     index: int,
-    path: str,
     start: float,
     due_s: float,
     deadline_s: float,
     now: Callable[[], float],
 ) -> Outcome:
     due = start + due_s
-    outcome = Outcome(index=index, due_s=due_s, lag_s=now() - due, wanted_tokens=request.output_tokens)
+    outcome = Outcome(index=index, due_s=due_s, lag_s=now() - due, wanted_tokens=wanted_tokens)
     last = due
     try:
         async with asyncio.timeout(deadline_s):
-            async for piece in client.ask(request, path, deadline_s):
+            async for piece in replies:
                 arrived = now()
                 if piece.new_tokens:
                     # Tokens of one message arrive together: one gap, then none.
@@ -179,8 +192,8 @@ async def _one(
                 outcome.cached_tokens = max(outcome.cached_tokens, piece.cached_tokens)
                 outcome.ledger = piece.ledger or outcome.ledger
         outcome.e2e_s = last - due
-        if outcome.tokens != request.output_tokens:
-            outcome.failure = f"{outcome.tokens} tokens came where {request.output_tokens} were forced"
+        if outcome.tokens != wanted_tokens:
+            outcome.failure = f"{outcome.tokens} tokens came where {wanted_tokens} were forced"
     except RequestFailedError as error:
         outcome.failure = str(error)
     except TimeoutError:
@@ -215,14 +228,19 @@ class GrpcClient:
         self._model = reply.models[0].id
         return self._model
 
-    async def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
+    def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
+        """See `Client`."""
         message = generation_pb2.GenerateRequest(
             model=self._model,
             tokenized=generation_pb2.TokenizedInput(input_ids=request.prompt_token_ids),
             sampling_params=common_pb2.SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True),
             stream=True,
         )
-        metadata = (*self._metadata, ("x-splitpoint-path", path))
+        return self._replies(message, (*self._metadata, ("x-splitpoint-path", path)), deadline_s)
+
+    async def _replies(
+        self, message: generation_pb2.GenerateRequest, metadata: tuple[tuple[str, str], ...], deadline_s: float
+    ) -> AsyncIterator[Piece]:
         try:
             # Counts are read from the running total, so tokens whose text is held back are not lost.
             seen = 0

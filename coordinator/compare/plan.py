@@ -9,10 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ORDER = ("colocated", "split", "split", "colocated")
-RATE_STEPS = (1.0, 2.5)
+RATE_STEPS = (1.0, 4.0)
 """Of the rate that one-at-a-time serving reaches. Engines batch, so the knee is expected above 1."""
-MIN_REQUESTS = 5
-MAX_REQUESTS = 40
+ONE_RATE = (2.0,)
+"""Where two rates do not fit: it shows the paths side by side under load, and brackets no knee."""
+SEEDS = 3
+"""Fewer never decide."""
+MIN_REQUESTS = 6
+MAX_REQUESTS = 24
+BUDGET_SHARE = 0.85
+"""Of the time is planned: under load requests take longer than the unloaded ones that the plan is made from."""
 TAIL_E2ES = 2.5
 """A probe ends this many unloaded request times after its last arrival, roughly."""
 
@@ -36,20 +42,22 @@ class QuickPlan:
     expected_s: float
 
 
-def plan_quick(unloaded_e2e_s: float, budget_s: float, first_seed: int = 1, seeds: int = 2) -> QuickPlan:
-    """As many requests a probe as `budget_s` allows; fewer seeds when even the fewest requests do not fit.
+def plan_quick(unloaded_e2e_s: float, budget_s: float, first_seed: int = 1) -> QuickPlan:
+    """As many requests a probe as `budget_s` allows. Where the fewest do not fit, one rate is given up, then seeds.
+
+    Every seed is whole: a run that is cut short loses its last seeds, not the second arm of all.
 
     Raises:
         ValueError: `unloaded_e2e_s` is not positive.
     """
     if unloaded_e2e_s <= 0:
         raise ValueError("unloaded_e2e_s must be positive")
-    rates = tuple(step / unloaded_e2e_s for step in RATE_STEPS)
-    per_request_s = len(ORDER) * sum(1 / rate for rate in rates)
-    tails_s = len(ORDER) * len(rates) * TAIL_E2ES * unloaded_e2e_s
-    for count in range(seeds, 0, -1):
-        requests = int((budget_s / count - tails_s) / per_request_s)
-        if requests >= MIN_REQUESTS or count == 1:
+    for count, multiples in ((SEEDS, RATE_STEPS), *((count, ONE_RATE) for count in range(SEEDS, 0, -1))):
+        rates = tuple(multiple / unloaded_e2e_s for multiple in multiples)
+        per_request_s = len(ORDER) * sum(1 / rate for rate in rates)
+        tails_s = len(ORDER) * len(rates) * TAIL_E2ES * unloaded_e2e_s
+        requests = int((BUDGET_SHARE * budget_s / count - tails_s) / per_request_s)
+        if requests >= MIN_REQUESTS:
             break
     requests = min(MAX_REQUESTS, max(MIN_REQUESTS, requests))
     chosen = tuple(range(first_seed, first_seed + count))

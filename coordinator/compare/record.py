@@ -25,7 +25,7 @@ class Record:
     """`kind` is "quick". `unloaded` and `loaded` hold one summary per path. `notes` says what was cut or left out, and why.
 
     `knees` holds, per seed, each arm's goodput or why there is none. `manifest` is the system's own, empty when it was not
-    to be had.
+    to be had. `client_nice` is the load client's niceness; below 0 it ran before the system under test where both were ready.
     """
 
     kind: str
@@ -44,6 +44,7 @@ class Record:
     probes: list[Probe]
     judgement: Judgement
     manifest: dict[str, Any] = field(default_factory=dict)
+    client_nice: int = 0
     notes: list[str] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
 

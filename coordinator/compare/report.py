@@ -73,6 +73,7 @@ def _one(pick: Callable[[ArmSummary], float | None]) -> Callable[[ArmSummary], s
 _LATENCIES: tuple[tuple[str, Callable[[ArmSummary], str]], ...] = (
     ("TTFT ms, p50 / p90", _ms(lambda arm: arm.ttft)),
     ("TPOT ms, p50 / p90", _ms(lambda arm: arm.tpot)),
+    ("gap to 2nd token ms, p50 / p90", _ms(lambda arm: arm.second_token_gap)),
     ("ITL ms, p99", _one(lambda arm: arm.itl_p99_s)),
     ("ITL ms, largest", _one(lambda arm: arm.itl_largest_s)),
     ("E2E ms, p50 / p90", _ms(lambda arm: arm.e2e)),

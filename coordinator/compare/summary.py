@@ -17,6 +17,7 @@ STAGES = (
     "transfer_wait_s",
     "decode_queue_s",
     "decode_s",
+    "worker_s",
     "retry_s",
     "residual_s",
     "e2e_s",
@@ -48,6 +49,7 @@ class ArmSummary:
     attainment: float | None
     ttft: Spread | None
     tpot: Spread | None
+    second_token_gap: Spread | None
     itl_p99_s: float | None
     itl_largest_s: float | None
     e2e: Spread | None
@@ -77,6 +79,7 @@ def summarise(path: str, outcomes: Sequence[Outcome], slo: Slo | None) -> ArmSum
         attainment=statistics.fmean(o.meets(slo) for o in outcomes) if slo and outcomes else None,
         ttft=spread(_known(o.ttft_s for o in good)),
         tpot=spread(_known(o.tpot_s for o in good)),
+        second_token_gap=spread([gap for ledger in ledgers if (gap := ledger.get("second_token_gap_s", 0.0)) > 0]),
         itl_p99_s=percentile(gaps, 0.99) if gaps else None,
         itl_largest_s=max(gaps, default=None),
         e2e=spread(_known(o.e2e_s for o in good)),

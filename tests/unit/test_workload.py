@@ -77,8 +77,9 @@ def test_bad_specs_are_refused(changes: dict[str, Any]) -> None:
         dataclasses.replace(SPEC, **changes)
 
 
-def test_a_plan_is_abba_per_seed_and_rate_and_fits() -> None:
-    plan = plan_quick(0.5, 70.0)
+@pytest.mark.parametrize("unloaded_e2e_s", [0.01, 0.3, 0.5, 1.0, 2.0])
+def test_a_plan_is_abba_per_seed_and_rate_and_fits(unloaded_e2e_s: float) -> None:
+    plan = plan_quick(unloaded_e2e_s, 70.0)
     assert plan.expected_s <= 70
     assert plan.requests >= MIN_REQUESTS
     for _, group in itertools.groupby(plan.steps, key=lambda step: (step.seed, step.rate_per_s)):
@@ -88,8 +89,11 @@ def test_a_plan_is_abba_per_seed_and_rate_and_fits() -> None:
     assert len(plan.steps) == len(plan.seeds) * len(plan.rates_per_s) * len(ORDER)
 
 
-def test_a_slow_system_gets_fewer_seeds() -> None:
-    assert len(plan_quick(0.3, 70.0).seeds) == 2
-    slow = plan_quick(2.0, 70.0)
-    assert len(slow.seeds) == 1
-    assert slow.requests == MIN_REQUESTS
+@pytest.mark.parametrize(("unloaded_e2e_s", "seeds", "rates"), [(0.3, 3, 2), (0.9, 3, 1), (1.3, 2, 1), (2.0, 1, 1), (9.0, 1, 1)])
+def test_a_slow_system_gets_one_rate_and_then_fewer_seeds(unloaded_e2e_s: float, seeds: int, rates: int) -> None:
+    plan = plan_quick(unloaded_e2e_s, 70.0)
+    assert (len(plan.seeds), len(plan.rates_per_s)) == (seeds, rates)
+
+
+def test_the_slowest_system_gets_the_fewest_requests() -> None:
+    assert plan_quick(9.0, 70.0).requests == MIN_REQUESTS

@@ -1,0 +1,46 @@
+"""The load client's priority and garbage collection while it measures."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+from coordinator.compare.undisturbed import CLIENT_NICE, prompt_client
+
+
+@pytest.fixture
+def niceness(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What was asked of the system, which refuses nothing and is not changed."""
+    asked = [0]
+    monkeypatch.setattr(os, "getpriority", lambda which, who: asked[-1])
+    monkeypatch.setattr(os, "setpriority", lambda which, who, value: asked.append(value))
+    return asked
+
+
+def test_the_client_runs_first_and_everything_is_as_before_at_its_end(niceness: list[int]) -> None:
+    with prompt_client() as nice:
+        assert nice == CLIENT_NICE
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert niceness == [0, CLIENT_NICE, 0]
+
+
+def test_a_client_that_runs_first_already_is_not_slowed(niceness: list[int]) -> None:
+    niceness[:] = [-15]
+    with prompt_client() as nice:
+        assert nice == -15
+
+
+def test_without_the_right_it_stays_as_it_is(niceness: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(which: int, who: int, value: int) -> None:
+        if value < niceness[-1]:
+            raise PermissionError(value)
+        niceness.append(value)
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with prompt_client() as nice:
+        assert nice == 0
+        assert not gc.isenabled()
+    assert gc.isenabled()
