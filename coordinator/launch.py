@@ -257,6 +257,7 @@ def _end(handle: Any, settings: Settings, console: Console, stop: _Stop) -> None
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
+    from coordinator.pools.ray_fleet import end_workers
     from coordinator.pools.ray_gateway import end_gateways
 
     timeout_s = settings.coordinator.drain_timeout_s
@@ -276,3 +277,7 @@ def _end(handle: Any, settings: Settings, console: Console, stop: _Stop) -> None
     with contextlib.suppress(RayError, ValueError):
         end_gateways()
     ray.kill(handle, no_restart=True)
+    # On a cluster that was only joined, what is still there would stay.
+    with contextlib.suppress(RayError, ValueError):
+        if left := end_workers():
+            console.print(f"killed what had not ended: {', '.join(left)}")

@@ -22,7 +22,7 @@ from coordinator.pools import admin
 from coordinator.pools.fleet import Fleet, Member, rules_of
 from coordinator.pools.probe import answers
 from coordinator.pools.process import log_to
-from coordinator.pools.ray_fleet import create_worker, end_worker, live_workers, wait_death
+from coordinator.pools.ray_fleet import create_worker, end_worker, end_workers, free_places_but, live_workers, wait_death
 from coordinator.pools.ray_gateway import GATEWAY_PREFIX, create_gateway, drain_gateways
 from coordinator.pools.ray_worker import WorkerActor
 from coordinator.pools.reconcile import (
@@ -62,7 +62,7 @@ class CoordinatorActor:
         self._rules = rules_of(spec.settings)
         self._store = Store(spec.settings.coordinator.state_dir / "state.sqlite3")
         targets = [PoolTarget(name=n, role=p.role, replicas=p.replicas) for n, p in spec.settings.pools.items()]
-        self._store.begin_run(spec.run_id, targets)
+        self._first_life = self._store.begin_run(spec.run_id, targets)
         self._fleet = Fleet()
         self._handles: dict[WorkerId, ActorHandle] = {}
         self._busy: dict[WorkerId, asyncio.Task[None]] = {}
@@ -96,11 +96,18 @@ class CoordinatorActor:
                 continue
 
     async def _adopt(self) -> None:
-        """After a restart: wait until the live workers have been heard, so that nobody is told of an empty membership."""
+        """After a restart: wait until the live workers have been heard, so that nobody is told of an empty membership.
+
+        What a former run left is ended: its workers have other settings, perhaps another model.
+        """
+        if self._first_life and (left := await asyncio.to_thread(end_workers)):
+            log.warning("ended workers of a former run: %s", ", ".join(left))
         found = await asyncio.to_thread(live_workers)
         now_s = time.monotonic()
         for worker_id, handle in found.items():
             self._watch(worker_id, handle)
+        if freed := await asyncio.to_thread(free_places_but, found):
+            log.warning("freed the places of workers that died unseen: %s", ", ".join(freed))
         wanted = set(found)
         until_s = now_s + self._rules.heartbeat_limit_s
         while wanted - set(self._fleet.members) and time.monotonic() < until_s:
@@ -280,6 +287,8 @@ class CoordinatorActor:
 
     async def heartbeat(self, beat: Beat) -> bool:
         """False: the worker was given up and must end itself."""
+        if self._first_life and not self._ready.is_set():
+            return False  # of a former run
         known = self._fleet.heard(beat, time.monotonic())
         if known and beat.view.worker_id not in self._handles:
             for worker_id, handle in (await asyncio.to_thread(live_workers)).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,29 @@ async def end_worker(worker_id: WorkerId, handle: ActorHandle | None, beat: Beat
         if left:
             raise TimeoutError(f"pids {left} of worker {worker_id} are still there {KILL_TIMEOUT_S:g} s after SIGKILL")
     await asyncio.to_thread(_free, worker_id, handle)
+
+
+def end_workers() -> list[WorkerId]:
+    """Kill every worker actor that is left and free all places. Returns the workers. For ends that no coordinator sees to."""
+    found = live_workers()
+    for worker_id, handle in found.items():
+        _free(worker_id, handle)
+    free_places_but(())
+    return list(found)
+
+
+def free_places_but(workers: Collection[WorkerId]) -> list[str]:
+    """Remove the placement groups of all workers but these; returns their names. A worker that died while no coordinator ran
+    leaves its group, and with it an accelerator, to nobody."""
+    kept = {actor_name(worker_id) for worker_id in workers}
+    freed = []
+    for group in ray.util.placement_group_table().values():
+        name = group["name"]
+        if name.startswith(WORKER_PREFIX) and name not in kept and group["state"] != "REMOVED":
+            with contextlib.suppress(ValueError):  # of another namespace, or removed since it was listed
+                ray.util.remove_placement_group(ray.util.get_placement_group(name))
+                freed.append(name)
+    return freed
 
 
 def _free(worker_id: WorkerId, handle: ActorHandle | None) -> None:
