@@ -17,6 +17,7 @@ from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import common_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "splitpoint"
 MAX_MESSAGE_CHARS = 1024
 """Metadata beyond 8 KiB is dropped or fails the call; the text travels twice and non-ASCII costs three bytes a byte."""
@@ -31,8 +32,8 @@ _BARE_CODES = {
 }
 
 
-def error_metadata(error: SplitpointError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata that carries `error` whole."""
+def error_metadata(error: SplitpointError) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata that carries `error` whole, and tells a client with a retry policy how long to wait."""
     detail = error.to_proto()
     detail.message = detail.message[:MAX_MESSAGE_CHARS]
     status = status_pb2.Status(code=error.status.grpc.value[0], message=detail.message)
@@ -50,7 +51,10 @@ def error_metadata(error: SplitpointError) -> tuple[tuple[str, bytes], ...]:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return ((DETAILS_KEY, status.SerializeToString()),)
+    trailing: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    if error.retry_after_s > 0:
+        trailing.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1000))))
+    return tuple(trailing)
 
 
 async def abort(context: Any, error: SplitpointError) -> NoReturn:

@@ -26,7 +26,7 @@ class GatewaySettings(BaseModel):
     default_path: Literal["split", "colocated"] = "split"
     default_deadline_s: PositiveFloat = Field(600.0, description="For requests that bring no deadline of their own.")
     max_deadline_s: PositiveFloat = Field(3600.0, description="A longer deadline is cut (gRPC) or refused (header).")
-    retry_budget: NonNegativeInt = Field(2, description="Further attempts that one request may start before its first token.")
+    retry_budget: NonNegativeInt = Field(2, description="Further routes one request may take, before and after its first token.")
     allow_recompute: bool = Field(True, description="False: a transfer that fails is never replaced by computing on decode.")
 
     max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="HTTP request body.")

@@ -16,14 +16,14 @@ from coordinator.gateway.api import Core
 from coordinator.gateway.choice import Choice, Delta
 from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.fanout import run_choices
+from coordinator.gateway.faults import internal_error
 from coordinator.gateway.frontend import FrontEnd
 from coordinator.gateway.grpc_request import check_request, parse_message
 from coordinator.gateway.health import GENERATION_SERVICE, ReadinessHealthServicer
-from coordinator.gateway.http_errors import internal_error
 from coordinator.gateway.prepare import Prompt, prepare_choices
 from coordinator.gateway.validate import Metadata, Sampling, check_metadata
 from protos.errors import Code, SplitpointError
-from protos.grpc_errors import MAX_MESSAGE_CHARS, error_metadata
+from protos.grpc_errors import abort
 from protos.ids import new_request_id
 from protos.splitpoint.v1 import generation_pb2
 
@@ -182,14 +182,6 @@ async def _complete(choice: Choice, ids: list[int], text: str, last: Delta) -> g
     elif isinstance(last.stop_reason, str):
         complete.matched_stop_str = last.stop_reason
     return complete
-
-
-async def abort(context: Context, error: SplitpointError) -> None:
-    """End the call with `error` and everything a client may act on. Raises grpc's own abort exception."""
-    trailing: tuple[tuple[str, str | bytes], ...] = error_metadata(error)
-    if error.retry_after_s > 0:
-        trailing = (*trailing, ("grpc-retry-pushback-ms", str(round(error.retry_after_s * 1000))))
-    await context.abort(error.status.grpc, error.message[:MAX_MESSAGE_CHARS], trailing)
 
 
 def _metadata(context: Context, settings: GatewaySettings) -> Metadata:

@@ -18,8 +18,9 @@ from starlette.types import ASGIApp
 from coordinator.gateway.api import Core
 from coordinator.gateway.choice import Choice, Delta
 from coordinator.gateway.fanout import run_choices
+from coordinator.gateway.faults import internal_error
 from coordinator.gateway.frontend import FrontEnd
-from coordinator.gateway.http_errors import error_headers, error_object, internal_error
+from coordinator.gateway.http_errors import error_headers, error_object
 from coordinator.gateway.http_exchange import ClientLeftError, Exchange, Receive, Send, read_body, until_left
 from coordinator.gateway.openai_request import (
     COMPLETION_DEFAULT_MAX_TOKENS,

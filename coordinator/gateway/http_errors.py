@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from typing import Any
 
 from protos.errors import Code, SplitpointError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_RETRY_AFTER_S = 1
 
@@ -49,11 +46,3 @@ def error_headers(error: SplitpointError) -> list[tuple[bytes, bytes]]:
 def error_event(error: SplitpointError) -> bytes:
     """The end of a broken stream. Without the `event:` line some load generators count the request as a success."""
     return b"event: error\ndata: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
-
-
-def internal_error(exc: BaseException, what: str) -> SplitpointError:
-    """A fault of ours as the client may see it: an id, and no inner detail. The log line has the rest."""
-    error = SplitpointError(Code.INTERNAL, "internal error")
-    error.message = f"internal error {error.error_id}"
-    logger.error("%s failed, error_id=%s", what, error.error_id, exc_info=exc)
-    return error

@@ -140,7 +140,7 @@ def with_last_resort(goals: tuple[Goal, ...], lost: frozenset[Incarnation]) -> t
 
 
 def failed_worker(route: Route, code: Code, *, on_decode: bool) -> Incarnation:
-    """Which worker of `route` this request will not use again.
+    """Which worker of `route` this request will not use again, or as the last resort alone.
 
     A fault of the pair is laid on the prefill side: the decode worker is the one that can still compute the prompt itself.
     """
