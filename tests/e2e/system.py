@@ -116,10 +116,11 @@ class Served:
         return self.wait_ready(timeout_s, prefill=1, decode=1)
 
     def idle(self) -> bool:
-        """Nothing is in flight, queued or leased anywhere."""
+        """Nothing is in flight, queued, leased or staged anywhere."""
         status = self.status()
         busy = sum(w.running + w.waiting + w.leases for w in status.workers) + sum(g.in_flight for g in status.gateways)
-        return busy == 0
+        staging = [s for w in status.workers for s in (w.resources.send_staging, w.resources.receive_staging)]
+        return busy + sum(s.used_bytes + s.quarantined_bytes for s in staging) == 0
 
     def log(self, name: str) -> str:
         """An actor's log of this run."""
