@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ async def require_control_token(context: Any, token: str) -> None:
 def is_peer_lost(exc: grpc.RpcError) -> bool:
     """The connection is gone, as opposed to an answer that refuses."""
     return bool(exc.code() is grpc.StatusCode.UNAVAILABLE and not exc.trailing_metadata())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is bound to `host` can be reached from this machine alone. A name other than `localhost` counts as not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def host_id() -> str:

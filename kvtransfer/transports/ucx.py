@@ -8,6 +8,7 @@ that dies costs its transfers and nothing else. Two sides of one host that both 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import struct
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import google_crc32c
 
+from kvtransfer.rpc import is_loopback
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.ucx_core import CHUNK_BITS, UCX_VERSION, Operation, Peer, UcxCore
@@ -34,8 +36,17 @@ RESET_AFTER_S = 5.0
 def create(context: TransportContext) -> UcxTransport:
     settings = context.settings
     return UcxTransport(
-        host_id=context.host_id, spin_s=settings.progress_timeout_s, direct_copy=settings.ucx_same_host == "direct"
+        host_id=context.host_id,
+        spin_s=settings.progress_timeout_s,
+        direct_copy=settings.ucx_same_host == "direct",
+        net_devices=_devices_for(settings.bind_host),
     )
+
+
+def _devices_for(bind_host: str) -> str:
+    """UCX listens on every network device, for anybody. A rank that is bound to loopback keeps it there; elsewhere UCX picks
+    the devices, as an operator does with `UCX_NET_DEVICES`."""
+    return "lo" if is_loopback(bind_host) and "UCX_NET_DEVICES" not in os.environ else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +172,11 @@ class UcxTransport:
 
     scheme = "ucx"
 
-    def __init__(self, *, host_id: str, spin_s: float = 10.0, direct_copy: bool = False) -> None:
+    def __init__(self, *, host_id: str, spin_s: float = 10.0, direct_copy: bool = False, net_devices: str = "") -> None:
         self._host_id = host_id
         self._spin_s = spin_s
         self._direct_copy = direct_copy
-        self._core = UcxCore()
+        self._core = UcxCore(net_devices)
 
     async def start(self) -> None:
         await self._core.start()

@@ -109,7 +109,9 @@ class _State:
 class UcxCore:
     """A rank's UCX worker. Every method is called on the event loop on which `start` was."""
 
-    def __init__(self) -> None:
+    def __init__(self, net_devices: str = "") -> None:
+        """`net_devices`: as `UCX_NET_DEVICES`; empty leaves the choice to UCX and its environment."""
+        self._config = {"NET_DEVICES": net_devices} if net_devices else {}
         self._state = _State()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -206,7 +208,7 @@ class UcxCore:
     def _run(self, ready: asyncio.Future[str]) -> None:
         state = self._state
         try:
-            state.context = ucx.UCXContext({}, feature_flags=(ucx.Feature.TAG,))
+            state.context = ucx.UCXContext(self._config, feature_flags=(ucx.Feature.TAG,))
             state.worker = ucx.UCXWorker(state.context)
             self.address = state.worker.address.tobytes()
             self.info = state.context.info

@@ -15,8 +15,11 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
+import psutil
 import pytest
 
+from kvtransfer.config import KvTransferSettings
+from kvtransfer.transports import TransportContext, create_transport
 from kvtransfer.transports.base import TransportError
 
 # Not `importorskip("ucxx")`: the transport sets UCX's environment before it imports ucxx.
@@ -338,3 +341,19 @@ async def test_describe_says_what_is_compiled_in() -> None:
     assert described["ucx_version"].count(".") == 2
     assert "tcp/" in described["devices"]
     assert described["verbs"] in {"yes", "no", "unknown"}
+
+
+async def test_on_loopback_it_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX takes every network device unless told otherwise, and asks nobody who connects who they are."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    process = psutil.Process()
+    before = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    transport = create_transport("ucx", TransportContext(KvTransferSettings(bind_host="127.0.0.1"), 0, HERE, "host-here"))
+    await transport.start()
+    try:
+        opened = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN} - before
+        assert opened
+        assert {address.ip for address in opened} == {"127.0.0.1"}
+        assert "tcp/lo" in transport.describe()["devices"]
+    finally:
+        await transport.stop()
