@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class KvEngineConfig:
 
     settings: KvTransferSettings
     incarnation: Incarnation
-    control_token: str
+    control_token: str = field(repr=False)
     register_address: str
     model_hash: str
     tokenizer_hash: str

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +61,7 @@ class RankSettings:
 
     settings: KvTransferSettings
     incarnation: Incarnation
-    control_token: str
+    control_token: str = field(repr=False)
     register_address: str
     model: str
     model_hash: str

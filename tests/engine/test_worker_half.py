@@ -145,3 +145,10 @@ def test_settings_travel_as_plain_values() -> None:
     assert RankSettings.from_extra_config(extra) == SETTINGS
     with pytest.raises(KeyError):
         RankSettings.from_extra_config({})
+
+
+def test_the_control_token_is_not_shown() -> None:
+    secret = RankSettings(**{**{name: getattr(SETTINGS, name) for name in SETTINGS.__slots__}, "control_token": "t0k3n"})
+    assert "t0k3n" not in repr(secret)
+    assert secret.to_extra_config()["splitpoint"]["control_token"] == "t0k3n"
+    assert RankSettings.from_extra_config(secret.to_extra_config()) == secret
