@@ -32,7 +32,7 @@ async def stream_generation(
         nonlocal recomputed
         if not times.seen_first:
             recomputed = on_first(output)
-        times.note(output)
+        times.note(output, call.elapsed_s())
         if output.finish_reason is None:
             await call.tokens(tokens_event(output))
 

@@ -67,7 +67,7 @@ class PrefillService:
 
         async def on_output(output: EngineOutput) -> None:
             self.admission.started(ticket, self._context.now())
-            times.note(output)
+            times.note(output, call.elapsed_s())
 
         request = EngineRequest(
             request_id=call.attempt_id,

@@ -248,10 +248,12 @@ class EngineTimes:
     computing_s: float = 0.0
     decoding_s: float = 0.0
     returning_s: float = 0.0
+    last_read_s: float = 0.0
     seen_first: bool = False
 
-    def note(self, output: EngineOutput) -> None:
-        """Take the times of one output: the first one's queue and compute, the last one's decoding and return."""
+    def note(self, output: EngineOutput, elapsed_s: float) -> None:
+        """Take the times of one output, read `elapsed_s` after the leg was accepted: the first one's queue and compute, the
+        last one's decoding and return."""
         if not self.seen_first:
             self.seen_first = True
             self.queued_s = max(0.0, self.before_engine_s - self.transfer_wait_s) + output.queued_s
@@ -259,9 +261,10 @@ class EngineTimes:
         if output.finish_reason is not None:
             self.decoding_s = output.decoding_s
             self.returning_s = output.returning_s
+            self.last_read_s = elapsed_s
 
     def to_proto(self, elapsed_s: float) -> worker_pb2.LegTimes:
-        """The report of a leg that ends now, `elapsed_s` after it was accepted."""
+        """The report of a leg that ends now, `elapsed_s` after it was accepted and with the last output noted."""
         return worker_pb2.LegTimes(
             queued_s=self.queued_s,
             computing_s=self.computing_s,
@@ -269,6 +272,6 @@ class EngineTimes:
             transfer_wait_s=self.transfer_wait_s,
             transfer_s=self.transfer_s,
             transfer_bytes=self.transfer_bytes,
-            returning_s=self.returning_s,
+            returning_s=self.returning_s + elapsed_s - self.last_read_s,
             elapsed_s=elapsed_s,
         )

@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 
+from coordinator.gateway.ledger import STAGES
 from protos.splitpoint.v1 import generation_pb2, generation_pb2_grpc
 from tests.contract.test_core_workers import Rig, rig
 from tests.support.gateway import frontend, grpc_server, http_server
@@ -51,6 +52,24 @@ async def test_both_paths_give_the_same_text_over_both_front_ends() -> None:
             messages = [m async for m in call]
         assert list(messages[-1].complete.output_ids) == split["choices"][0]["token_ids"]
         assert messages[-1].complete.text == split["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("path", ["split", "colocated"])
+async def test_the_ledger_adds_up_and_its_stages_explain_the_time(path: str) -> None:
+    """The best of five: a machine that takes the core away in the wrong place makes a residual of its own."""
+    residuals_ms = []
+    async with http() as (_, client):
+        for _ in range(5):
+            ledger = (await ask(client, path))["metrics"]
+            stages = {stage: ledger[f"{stage}_ms"] for stage in STAGES}
+            assert min(stages.values()) >= 0
+            assert sum(stages.values()) + ledger["residual_ms"] == pytest.approx(ledger["e2e_ms"])
+            busy = {stage for stage, spent_ms in stages.items() if spent_ms > 0}
+            own = {"transfer_wait", "decode_queue"} if path == "split" else set()
+            assert busy == {"gateway", "prefill_queue", "prefill", "decode", "worker"} | own
+            assert 0 < ledger["second_token_gap_ms"] < ledger["e2e_ms"] - ledger["ttft_ms"]
+            residuals_ms.append(abs(ledger["residual_ms"]))
+    assert min(residuals_ms) < 0.5, "of a few milliseconds: 2 % is asked of engines that take longer"
 
 
 @pytest.mark.parametrize("path", ["split", "colocated"])
