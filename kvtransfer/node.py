@@ -20,7 +20,7 @@ from kvtransfer.control_service import KvControlServicer
 from kvtransfer.memory import host_memory
 from kvtransfer.peers import Peers
 from kvtransfer.push import KvTransferServicer
-from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id
+from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id, host_port
 from kvtransfer.runtime import NodeRuntime
 from kvtransfer.transports import TransportContext, create_transport
 from kvtransfer.transports.base import Memory, Transport, TransportError
@@ -228,7 +228,7 @@ class KvNode:
             KvTransferServicer(rt).add_to(server)
             control = KvControlServicer(rt, self._token)
             pb_grpc.add_KvControlServiceServicer_to_server(control, server)
-            port = server.add_insecure_port(f"{self._settings.bind_host}:0")
+            port = server.add_insecure_port(host_port(self._settings.bind_host, 0))
             rt.endpoint.CopyFrom(self._make_endpoint(port))
             await server.start()
             await self._check_advertised()
@@ -270,7 +270,7 @@ class KvNode:
         ucx = rt.transports.get("ucx")
         return pb.RankEndpoint(
             rank=rt.rank,
-            address=f"{self._settings.advertise_host}:{port}",
+            address=host_port(self._settings.advertise_host, port),
             host_id=rt.host_id,
             incarnation=rt.incarnation,
             ucx_worker_address=b"" if ucx is None else ucx.worker_address(),

@@ -57,6 +57,11 @@ def is_peer_lost(exc: grpc.RpcError) -> bool:
     return bool(exc.code() is grpc.StatusCode.UNAVAILABLE and not exc.trailing_metadata())
 
 
+def host_port(host: str, port: int) -> str:
+    """As gRPC and URLs want it: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether what is bound to `host` can be reached from this machine alone. A name other than `localhost` counts as not."""
     try:

@@ -27,6 +27,7 @@ from coordinator.manifest import versions
 from coordinator.pools.admin import AdminBackend, AdminServicer
 from coordinator.pools.process import open_files
 from coordinator.pools.reports import GatewayReport
+from kvtransfer.rpc import host_port
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class GatewayProcess:
         )  # fmt: skip
         self._http = uvicorn.Server(config)
         self._spawn(self._serve_http(listener), "http")
-        self._addresses["http"] = f"{settings.http_host}:{listener.getsockname()[1]}"
+        self._addresses["http"] = host_port(settings.http_host, listener.getsockname()[1])
 
     async def _serve_http(self, listener: socket.socket) -> None:
         assert self._http is not None
@@ -137,10 +138,10 @@ class GatewayProcess:
             await self._http.serve(sockets=[listener])
 
     async def _start_grpc(self, server: grpc.aio.Server, name: str, host: str, port: int) -> None:
-        bound = server.add_insecure_port(f"{host}:{self._port(port)}")
+        bound = server.add_insecure_port(host_port(host, self._port(port)))
         await server.start()
         self._servers.append(server)
-        self._addresses[name] = f"{host}:{bound}"
+        self._addresses[name] = host_port(host, bound)
 
     def _port(self, port: int) -> int:
         return port + self._index if port else 0

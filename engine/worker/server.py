@@ -38,6 +38,7 @@ from engine.worker.metrics import WorkerMetrics
 from engine.worker.ranks import RankControl, RankControlFactory, RankFacts, RankRegistry
 from engine.worker.servicer import WorkerServicer
 from engine.worker.transfers import TransferRoster
+from kvtransfer.rpc import host_port
 from protos.errors import Code, SplitpointError
 from protos.ids import Incarnation, TransferId, WorkerId
 from protos.splitpoint.v1 import kv_transfer_pb2, worker_pb2, worker_pb2_grpc
@@ -130,7 +131,7 @@ class WorkerServer:
         self.metrics.gauge("kv_usage", "Share of KV blocks that live requests hold.", lambda: engine.load().kv_usage)
         if self.settings.metrics_port is not None:
             port = self.metrics.serve(self.settings.bind_host, self.settings.metrics_port)
-            self.metrics_address = f"{self.settings.advertise_host}:{port}"
+            self.metrics_address = host_port(self.settings.advertise_host, port)
         await self._serving(True)
         _log.info("worker serves worker_id=%s incarnation=%s address=%s", *self._names())
         return self.address
@@ -274,12 +275,12 @@ class WorkerServer:
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        port = server.add_insecure_port(f"{settings.bind_host}:{settings.port}")
+        port = server.add_insecure_port(host_port(settings.bind_host, settings.port))
         self._server = server
         await self._set_health("", health_pb2.HealthCheckResponse.SERVING)
         await self._set_health(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
-        self.address = f"{settings.advertise_host}:{port}"
+        self.address = host_port(settings.advertise_host, port)
 
     async def _wait_idle(self) -> None:
         try:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import pytest
 
 from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.worker_client import _channel_options
 from coordinator.pools import probe
+from engine.sampling import SamplingParams
+from engine.worker.config import WorkerSettings
 from kvtransfer.peers import Peers
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
-from tests.support.kv_nodes import NodePair, complete
+from tests.support.kv_nodes import NodePair, complete, small_settings
+from tests.support.workers import colocated_leg, running, start_worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,6 +32,19 @@ async def test_a_proxy_in_the_environment_is_for_the_outside(monkeypatch: pytest
     async with NodePair() as pair:
         await complete(pair.transfer(20))
         await pair.settled()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").is_file(), reason="no IPv6 here")
+async def test_nodes_and_workers_listen_on_ipv6_too() -> None:
+    async with NodePair(settings=small_settings(bind_host="::1", advertise_host="::1")) as pair:
+        assert pair.senders[0].endpoint.address.startswith("[::1]:")
+        await complete(pair.transfer(20))
+    worker = await start_worker(None, worker_settings=WorkerSettings(bind_host="::1", advertise_host="::1"))
+    async with running(worker):
+        gateway = await worker.gateway()
+        leg = colocated_leg(list(range(10, 30)), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+        _, last = await gateway.last(await gateway.send(colocated=leg))
+        assert last.WhichOneof("event") == "finished"
 
 
 def test_gateways_and_probes_go_past_the_proxy_too() -> None:
