@@ -22,6 +22,7 @@ from coordinator.compare.load import (
     run_one_at_a_time,
     run_probe,
 )
+from coordinator.compare.notes import NOT_MEASURED, knee_notes, to_settle, void_notes
 from coordinator.compare.plan import TAIL_E2ES, QuickPlan, Step, plan_quick
 from coordinator.compare.record import Record, utc_now, write
 from coordinator.compare.stats import knee, log_ratios
@@ -101,10 +102,10 @@ async def compare_paths(client: Client, *, target: str, model: str, budget_s: fl
     left_s = budget_s - (time.perf_counter() - began)
     plan = plan_quick(calibration.e2e_s, left_s)
     probes, notes = await _run_plan(client, plan, calibration, run_salt, began + budget_s, say)
-    notes += _void_notes(probes)
+    notes += void_notes(probes)
     slo = calibration.slo
     knees, differences, floor = goodputs(plan, probes, slo)
-    notes += [f"seed {entry['seed']}, {name}: goodput {text}" for entry in knees for name, text in _unbracketed(entry)]
+    notes += knee_notes(knees) + to_settle(knees, probes)
     specs = [_spec(seed, plan.requests) for seed in plan.seeds]
     return Record(
         kind="quick",
@@ -168,7 +169,7 @@ def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[d
         ):
             chosen = _probes(plan, probes, seed, path, half)
             if not chosen:
-                entry[name] = {"rate_per_s": None, "why": "not measured"}
+                entry[name] = {"rate_per_s": None, "why": NOT_MEASURED}
                 continue
             found = knee([p.rate_per_s for p in chosen], [p.attainment(slo) for p in chosen])
             entry[name] = {"rate_per_s": found.rate_per_s, "why": found.why}
@@ -220,23 +221,7 @@ def _probes(plan: QuickPlan, probes: Sequence[Probe], seed: int, path: str, half
     ]
 
 
-def _void_notes(probes: Sequence[Probe]) -> list[str]:
-    notes = []
-    for path in PATHS:
-        own = [probe for probe in probes if probe.path == path]
-        void = [probe for probe in own if probe.void]
-        if void:
-            worst = max(void, key=lambda probe: probe.lag_p99_s)
-            text = f"{len(void)} of {len(own)} {path} probes are void and decide nothing; at worst, {worst.void}"
-            notes.append(text + ("; their figures are shown for want of others" if len(void) == len(own) else ""))
-    return notes
-
-
 def _ratio(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
     if first["rate_per_s"] is None or second["rate_per_s"] is None:
         return []
     return log_ratios([first["rate_per_s"]], [second["rate_per_s"]])
-
-
-def _unbracketed(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, entry[name]["why"]) for name in ("split", "colocated") if entry[name]["why"]]
