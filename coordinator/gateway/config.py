@@ -29,6 +29,7 @@ class GatewaySettings(BaseModel):
     retry_budget: NonNegativeInt = Field(2, description="Further routes one request may take, before and after its first token.")
     allow_recompute: bool = Field(True, description="False: a transfer that fails is never replaced by computing on decode.")
 
+    max_open_requests: PositiveInt = Field(4096, description="Public requests at once; beyond them one is refused unread.")
     max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="HTTP request body.")
     grpc_max_receive_bytes: PositiveInt = 64 * 1024 * 1024
     max_choices: PositiveInt = Field(64, description="Choices of one request: its prompts times `n`.")

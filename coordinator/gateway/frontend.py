@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.tokenizer import TextTokenizer
 from coordinator.gateway.validate import Limits
+from protos.errors import Code, SplitpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,29 @@ def no_manifest() -> Mapping[str, Any]:
     return {}
 
 
+class Door:
+    """Bounds the public requests that are open at once, over both front ends together: each holds its body and its prompt."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.open_requests = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, one more request is open. Raises `SplitpointError(QUEUE_FULL)` instead of letting in too many."""
+        if self.open_requests >= self._most:
+            raise SplitpointError(
+                Code.QUEUE_FULL,
+                f"{self.open_requests} requests are open at this gateway, max_open_requests is {self._most}",
+                retry_after_s=1.0,
+            )
+        self.open_requests += 1
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEnd:
     """Everything that `build_http_app` and `build_grpc_server` need beside the core.
@@ -62,6 +87,10 @@ class FrontEnd:
     metrics: FrontEndMetrics = field(default_factory=NoMetrics)
     manifest: Callable[[], Mapping[str, Any]] = no_manifest
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    door: Door = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "door", Door(self.settings.max_open_requests))
 
     @property
     def limits(self) -> Limits:

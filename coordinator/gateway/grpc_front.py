@@ -64,7 +64,8 @@ class GenerationServicer:
         code = "ok"
         failure: SplitpointError | None = None
         try:
-            await self._generate(raw, context, received_s)
+            with self._frontend.door.entered():
+                await self._generate(raw, context, received_s)
         except SplitpointError as error:
             failure = error
         except asyncio.CancelledError:

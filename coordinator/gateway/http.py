@@ -51,7 +51,8 @@ class GenerationEndpoint:
         exchange = Exchange(send)
         code = "ok"
         try:
-            await self._answer(scope["headers"], receive, exchange, received_s)
+            with self._frontend.door.entered():
+                await self._answer(scope["headers"], receive, exchange, received_s)
         except (ClientLeftError, asyncio.CancelledError) as exc:
             code = Code.CANCELLED.value
             if isinstance(exc, asyncio.CancelledError):
@@ -60,7 +61,7 @@ class GenerationEndpoint:
             code = error.code.value
             if not exchange.streaming:
                 error.tokens_sent = 0
-            if error.code is Code.BODY_TOO_LARGE:
+            if exchange.unread and error.code in (Code.BODY_TOO_LARGE, Code.QUEUE_FULL):
                 await exchange.fail_unread(error, receive)
             else:
                 await exchange.fail(error)
@@ -85,6 +86,7 @@ class GenerationEndpoint:
         try:
             async with asyncio.timeout(allowed_s):
                 raw = await read_body(headers, receive, settings.max_body_bytes)
+                exchange.unread = False
         except TimeoutError:
             exchange.headers.append((b"connection", b"close"))  # the rest of the body may still come
             raise SplitpointError(

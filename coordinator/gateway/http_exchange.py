@@ -72,6 +72,8 @@ class Exchange:
         self._last_write_s = time.monotonic()
         self.headers: Headers = []
         self.streaming = False
+        self.unread = True
+        """The request's body, or a part of it, may still come."""
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """The whole reply at once."""

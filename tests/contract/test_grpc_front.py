@@ -174,6 +174,23 @@ async def test_errors_carry_standard_details(served: Served, code: Code, status:
     assert (ours.code, ours.param, ours.tokens_sent) == (code, "thing", 0)
 
 
+async def test_open_requests_are_bounded() -> None:
+    let_go = asyncio.Event()
+    core = FakeCore(playing(let_go, Finished(finish_reason="length")))
+    made = frontend(max_open_requests=1)
+    async with grpc_server(core, made) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        held = asyncio.create_task(collect(stub.Generate(request())))
+        await core.arrived.wait()
+        exc = await failure(stub.Generate(request()))
+        assert exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "max_open_requests is 1" in (exc.details() or "")
+        assert dict(exc.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1000"
+        let_go.set()
+        assert len(await held) == 1
+    assert made.door.open_requests == 0
+
+
 async def test_an_error_after_tokens_says_how_many(served: Served) -> None:
     core, stub = served
     core.script = playing(*(Tokens(token_ids=[i]) for i in ids_of("hello")), SplitpointError(Code.STREAM_BROKEN, "worker died"))

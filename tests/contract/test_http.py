@@ -465,6 +465,24 @@ async def test_a_body_that_never_ends_is_given_up_at_the_deadline() -> None:
     assert core.submissions == []
 
 
+async def test_open_requests_are_bounded_before_their_body_is_read() -> None:
+    let_go = asyncio.Event()
+    core = FakeCore(playing(let_go, Finished(finish_reason="length")))
+    made = frontend(max_open_requests=1, max_body_bytes=1000)
+    async with http_server(core, made) as client:
+        held = asyncio.create_task(client.post(URL, json={"prompt": "hi"}))
+        await core.arrived.wait()
+        for body in (b'{"prompt": "hi"}', b"x" * 2000):
+            refused = await client.post(URL, content=body)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["reason"] == "queue_full"
+            assert "max_open_requests is 1" in refused.json()["error"]["message"]
+        let_go.set()
+        assert (await held).status_code == 200
+    assert made.door.open_requests == 0
+
+
 async def test_a_long_body_is_read_beside_the_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     core, client = served
     core.script = saying("hello")
