@@ -152,11 +152,25 @@ class Fleet:
         member.beat = beat
         member.slot = beat.slot
         member.record = replace(record, state=state, heartbeat_s=now_s, drain_since_s=drain_since_s, idle_since_s=idle_since_s)
+        self._end_series(member, now_s)
         new = member.view(now_s)
         self.version += 1
         if _membership(old) != _membership(new):
             self._bump()
         return True
+
+    def _end_series(self, member: Member, now_s: float) -> None:
+        """A pool whose worker has served long enough since the last failure has no trouble any more."""
+        pool, ready_s = member.record.pool, member.ready_s
+        backoff = self.backoff.get(pool)
+        if (
+            backoff is not None
+            and ready_s is not None
+            and ready_s >= backoff.last_failure_s
+            and now_s - ready_s > _HEALTHY_LIFE_S
+        ):
+            del self.backoff[pool]
+            self.failures.pop(pool, None)
 
     def probed(self, worker_id: WorkerId, answered: bool, now_s: float) -> None:
         """A data-plane probe ended."""

@@ -52,7 +52,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Starts of one pool that failed in a row. A worker that gets ready resets it."""
+    """Starts of one pool that failed in a row. A worker that serves for a while ends the row (`Fleet`)."""
 
     failures: int = 0
     last_failure_s: float = 0.0

@@ -153,6 +153,23 @@ async def test_only_short_lives_make_a_crash_loop(fleet: Fleet) -> None:
     assert fleet.backoff["decode"].failures == 1
 
 
+async def test_a_minute_of_service_ends_a_series_of_failures(fleet: Fleet) -> None:
+    """Else `status` tells of a failed start for as long as the pool lives."""
+    fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
+    elder = WorkerId("decode-0")
+    fleet.heard(beat(worker_id=elder), 0.0)
+    fleet.died(D1, "no memory", 5.0)
+    fleet.forget(D1)
+    second = WorkerId("decode-2")
+    fleet.heard(beat(worker_id=second), 10.0)
+    fleet.heard(beat(worker_id=elder), 69.0)  # served all the time: it says nothing about new ones
+    fleet.heard(beat(worker_id=second), 69.0)
+    assert fleet.backoff["decode"].failures == 1
+    fleet.heard(beat(worker_id=second), 71.0)
+    assert fleet.backoff == {}
+    assert fleet.failures == {}
+
+
 async def test_an_end_that_was_wanted_is_no_failure(fleet: Fleet) -> None:
     fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
     fleet.died(D1, "scaled down", 5.0, wanted=True)
