@@ -14,8 +14,8 @@ class KvTransferSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    transports: tuple[Literal["ucx", "grpc"], ...] = ("ucx", "grpc")
-    default_transport: Literal["ucx", "grpc"] = "ucx"
+    transports: tuple[Literal["ucx", "grpc"], ...] = Field(("ucx", "grpc"), min_length=1)
+    default_transport: Literal["ucx", "grpc"] = Field("ucx", description="Asked for first, where it is one of `transports`.")
     send_staging_bytes: PositiveInt = 256 * MIB
     receive_staging_bytes: PositiveInt = 256 * MIB
     checksum: Literal["crc32c", "off"] = "crc32c"
@@ -37,4 +37,4 @@ class KvTransferSettings(BaseModel):
     @property
     def transport_order(self) -> tuple[str, ...]:
         """What a gateway asks for when the client does not say: the default, then the others."""
-        return (self.default_transport, *(name for name in self.transports if name != self.default_transport))
+        return tuple(sorted(self.transports, key=lambda name: name != self.default_transport))

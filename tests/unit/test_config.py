@@ -54,6 +54,13 @@ def test_one_field_of_a_default_pool_can_be_set_from_outside() -> None:
     assert pools["decode"].replicas == 1
 
 
+def test_a_transport_that_is_switched_off_is_not_asked_for() -> None:
+    assert load(environment={}).kvtransfer.transport_order == ("ucx", "grpc")
+    assert load(sets=["kvtransfer.default_transport=grpc"], environment={}).kvtransfer.transport_order == ("grpc", "ucx")
+    assert load(sets=['kvtransfer.transports=["grpc"]'], environment={}).kvtransfer.transport_order == ("grpc",)
+    assert "kvtransfer.transports" in refused(sets=["kvtransfer.transports=[]"])
+
+
 def test_other_environment_variables_are_left_alone() -> None:
     assert load(environment={"SPLITPOINT_ADMIN": "x:1", "PATH": "/bin"}) == load(environment={})
 
