@@ -26,6 +26,7 @@ from coordinator import manifest
 from coordinator.config import Settings
 from coordinator.pools.ray_cluster import NAMESPACE, Cluster, joined
 from coordinator.routing.views import WorkerState
+from kvtransfer.rpc import is_loopback
 from protos.splitpoint.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
         record = manifest.collect(settings)
         path = record.write(settings.coordinator.state_dir)
         console.print(f"run {record.run_id}, manifest {path}")
+        if doors := plaintext_doors(settings):
+            console.print(f"[yellow]other machines can reach, unencrypted and without a key: {', '.join(doors)}[/yellow]")
         where = settings.coordinator.ray_address
         console.print("starting a private Ray" if where == "embedded" else f"joining Ray at {where}")
         with joined(where, settings.coordinator.node_ip) as cluster:
@@ -70,6 +73,16 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
                 if ready_file is not None:
                     ready_file.unlink(missing_ok=True)
     console.print("everything has ended")
+
+
+def plaintext_doors(settings: Settings) -> list[str]:
+    """The settings by which a server listens beyond this machine. None of them encrypts or asks for a key yet."""
+    gateway, coordinator = settings.gateway, settings.coordinator
+    places = {f"gateway.{name}": getattr(gateway, name) for name in ("http_host", "grpc_host", "admin_host")}
+    for name, server in (("worker", settings.worker), ("kvtransfer", settings.kvtransfer)):
+        places[f"{name}.bind_host"] = "auto" if server.advertise_host == "auto" else server.bind_host
+    node = coordinator.node_ip if coordinator.ray_address == "embedded" else "the node's address"
+    return [f"{name} {host}" for name, host in places.items() if not is_loopback(node if host == "auto" else host)]
 
 
 class _Stop:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.config import Settings, load
-from coordinator.launch import LaunchError, serve
+from coordinator.launch import LaunchError, plaintext_doors, serve
 from coordinator.pools.process import use_cores
 from coordinator.pools.ray_cluster import remove_stale_directories
 from coordinator.pools.ray_nodes import kill_here, process_tree
@@ -52,6 +52,20 @@ def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
         text = refusal(settings(tmp_path, f"gateway.{name}_port={port}"))
     assert f"gateway.{name}_port" in text
     assert str(port) in text
+
+
+def test_what_other_machines_can_reach_unencrypted_is_said(tmp_path: Path) -> None:
+    assert plaintext_doors(settings(tmp_path)) == []
+    opened = settings(
+        tmp_path, "gateway.http_host=0.0.0.0", "kvtransfer.bind_host=10.0.0.1", "worker.advertise_host=auto",
+        "coordinator.ray_address=10.0.0.9:6379",
+    )  # fmt: skip
+    assert plaintext_doors(opened) == ["gateway.http_host 0.0.0.0", "worker.bind_host auto", "kvtransfer.bind_host 10.0.0.1"]
+    # An embedded Ray has the address that it was given.
+    assert plaintext_doors(settings(tmp_path, "worker.advertise_host=auto")) == []
+    assert plaintext_doors(settings(tmp_path, "worker.advertise_host=auto", "coordinator.node_ip=10.0.0.1")) == [
+        "worker.bind_host auto"
+    ]
 
 
 def test_one_launcher_per_state_directory(tmp_path: Path) -> None:
