@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from coordinator.config import served_model_name
 from coordinator.pools import admin
@@ -256,8 +256,11 @@ class CoordinatorActor:
                 if handle is not None:
                     await asyncio.wait_for(handle.peer_died.remote(incarnation), _CALL_TIMEOUT_S)
                     return
+            except ActorDiedError:
+                return
             except (RayError, TimeoutError) as error:
-                log.warning("telling %s that %s is dead: %s: %s", worker_id, incarnation, type(error).__name__, error)
+                cause = getattr(error, "cause", None) or error
+                log.warning("telling %s that %s is dead: %r; trying again", worker_id, incarnation, cause)
             await asyncio.sleep(self._rules.heartbeat_interval_s)
 
     # -- gateways ------------------------------------------------------------------------------------------------------

@@ -107,8 +107,13 @@ class WorkerProcess:
         self._beat_now.set()
 
     async def peer_died(self, incarnation: str) -> None:
-        """A peer's process is known dead: every rank gives free what it held back for its sake."""
-        if isinstance(self.server.ranks, RankControl):
+        """A peer's process is known dead: every rank gives free what it held back for its sake. A worker that stops holds
+        nothing back.
+
+        Raises:
+            SplitpointError: a rank does not answer: say it again.
+        """
+        if isinstance(self.server.ranks, RankControl) and not self._stopping.is_set():
             await self.server.ranks.fence(incarnation)
 
     async def reset_prefix_cache(self) -> bool:

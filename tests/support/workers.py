@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -134,12 +134,14 @@ async def start_worker(
     prefill_settings: PrefillSettings | None = None,
     decode_settings: DecodeSettings | None = None,
     worker_settings: WorkerSettings | None = None,
+    clock: StepClock | None = None,
+    kvtransfer: Mapping[str, Any] | None = None,
 ) -> SimWorker:
     """A serving worker. KV goes through `fabric`'s memory, or with `wire` through real nodes over gRPC; with neither its engine
-    has no KV transfer."""
+    has no KV transfer. `kvtransfer` overrides single settings."""
     settings = engine or engine_settings()
     incarnation = new_incarnation()
-    clock = StepClock()
+    clock = clock or StepClock()
 
     def make_engine(address: str) -> Engine:
         if fabric is None and not wire:
@@ -151,6 +153,7 @@ async def start_worker(
                 default_transport=transport,
                 send_staging_bytes=staging_bytes,
                 receive_staging_bytes=staging_bytes,
+                **(kvtransfer or {}),
             ),
             incarnation=incarnation,
             control_token=TOKEN,
