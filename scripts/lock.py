@@ -1,4 +1,4 @@
-"""Regenerates requirements/*.lock from pyproject.toml. `make lock`; reasons in docs/decisions/0003-install.md.
+"""Regenerates requirements/*.lock from pyproject.toml and clients.txt. `make lock`; reasons in docs/decisions/0003-install.md.
 
 A CPU lock leaves out torch (its CPU build is not on PyPI: `scripts/setup.sh` finds it) and torchvision, torchaudio and
 torchcodec (their PyPI builds are for CUDA; text models need none of them). Resolving still needs torch's metadata for each
@@ -37,6 +37,8 @@ class Lock:
     extras: tuple[str, ...]
     constraints: tuple[str, ...]
     leave_out: tuple[str, ...]
+    source: str = "pyproject.toml"
+    universal: bool = False  # for this Python and all later ones, with markers
 
 
 CPU_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
@@ -46,6 +48,7 @@ LOCKS = (
     Lock("cpu-py312.lock", "3.12", ("cpu", "dev"), CPU_CONSTRAINTS, CPU_OUT),
     Lock("cpu-py313.lock", "3.13", ("cpu", "dev"), CPU_CONSTRAINTS, CPU_OUT),
     Lock("gpu-py312.lock", "3.12", ("gpu", "dev"), ("vllm==0.26.0",), ()),
+    Lock("clients.lock", "3.11", (), (TORCH_CPU,), ("torch",), source="requirements/clients.txt", universal=True),
 )
 
 
@@ -66,14 +69,15 @@ def compile_lock(lock: Lock, scratch: Path) -> None:
     constraints.write_text("\n".join(lock.constraints) + "\n")
     command = [
         str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--generate-hashes", "--no-header", "--no-annotate",
-        "--python-version", lock.python, "--python-platform", "x86_64-manylinux_2_35", "--find-links", str(scratch),
+        "--python-version", lock.python, "--find-links", str(scratch),
         "--constraint", str(constraints), "--output-file", f"requirements/{lock.file}",
     ]  # fmt: skip
+    command += ["--universal"] if lock.universal else ["--python-platform", "x86_64-manylinux_2_35"]
     for extra in lock.extras:
         command += ["--extra", extra]
     for package in lock.leave_out:
         command += ["--no-emit-package", package]
-    subprocess.run([*command, "pyproject.toml"], cwd=ROOT, check=True)
+    subprocess.run([*command, lock.source], cwd=ROOT, check=True)
 
 
 def main() -> None:

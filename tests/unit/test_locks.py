@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+EVERY_LOCK = sorted((ROOT / "requirements").glob("*.lock"))
+LOCKS = [path for path in EVERY_LOCK if path.name != "clients.lock"]
 CPU_LOCKS = [path for path in LOCKS if path.name.startswith("cpu-")]
 
 
@@ -36,17 +37,26 @@ def test_every_dependency_is_pinned_within_its_range(path: Path) -> None:
     assert wrong == {}, "run make lock"
 
 
-@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", EVERY_LOCK, ids=lambda path: path.name)
 def test_every_pin_has_a_hash(path: Path) -> None:
     entries = re.split(r"^(?=[a-z0-9])", path.read_text(), flags=re.MULTILINE)
     assert [entry.split()[0] for entry in entries if "==" in entry and "--hash=sha256:" not in entry] == []
 
 
-@pytest.mark.parametrize("path", CPU_LOCKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*CPU_LOCKS, ROOT / "requirements" / "clients.lock"], ids=lambda path: path.name)
 def test_a_cpu_lock_leaves_torch_and_its_friends_out(path: Path) -> None:
     found = set(pins(path))
     assert found & {"torch", "torchvision", "torchaudio", "torchcodec"} == set()
     assert not [name for name in found if re.match(r"nvidia-(?!ml-py)", name)]
+
+
+def test_the_clients_lock_pins_what_clients_txt_asks_for() -> None:
+    found = pins(ROOT / "requirements" / "clients.lock")
+    lines = (ROOT / "requirements" / "clients.txt").read_text().splitlines()
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert {w.name for w in wanted} >= {"guidellm", "openai", "grpcio"}
+    wrong = [str(w) for w in wanted if not w.specifier.contains(found.get(canonicalize_name(w.name), "0"))]
+    assert wrong == [], "run make lock"
 
 
 def test_there_is_a_lock_for_each_python_we_promise() -> None:

@@ -1,0 +1,68 @@
+"""Clients as their users have them: the `openai` package, and what docs/guide-clients.md shows. Under a minute.
+
+Load generators need an environment of their own: `make check-clients`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from scripts.guide import CLIENTS, console_commands, localise, programs
+from tests.e2e.system import ROOT, Served
+
+pytestmark = pytest.mark.timeout(180)
+
+GUIDE = CLIENTS.read_text()
+OUTPUT = {
+    "ask_openai.py": "24 tokens, split path",
+    "ask_grpc.py": "length",
+    "ask_by_reflection.py": "",
+    "careful_grpc.py": "INVALID_ARGUMENT invalid_value sampling_params.temperature",
+}
+"""What each program prints, whatever the tokens are."""
+
+
+def here(served: Served, text: str) -> str:
+    return localise(text, http=served.http, grpc=served.grpc, model=served.model)
+
+
+def ran(command: list[str]) -> str:
+    """Its output; fails unless it ends with status 0 and nothing on stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "no_proxy": "*", "NO_PROXY": "*"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_openai_package(system: Served) -> None:
+    said = json.loads(ran([sys.executable, str(ROOT / "scripts" / "check_openai.py"), system.http, system.model]))
+    assert said["failures"] == []
+    assert said["requests"] > 30
+
+
+@pytest.mark.parametrize("name", programs(GUIDE))
+def test_a_program_of_the_guide(system: Served, name: str) -> None:
+    said = ran([sys.executable, "-c", here(system, programs(GUIDE)[name])])
+    assert said.strip()
+    assert OUTPUT[name] in said
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
+def test_the_curl_commands_of_the_guide(system: Served) -> None:
+    replies = [json.loads(ran(["bash", "-c", here(system, command)])) for command in console_commands(GUIDE, "curl")]
+    assert [reply["object"] for reply in replies] == ["chat.completion", "text_completion", "list"]
+    assert replies[1]["metrics"]["path"] == "colocated"
+    assert len(replies[1]["choices"][0]["token_ids"]) == 8
+
+
+@pytest.mark.skipif(shutil.which("grpcurl") is None, reason="no grpcurl on this machine")
+def test_the_grpcurl_command_of_the_guide(system: Served) -> None:
+    (command,) = console_commands(GUIDE, "grpcurl")
+    assert json.loads(ran(["bash", "-c", here(system, command)]))["complete"]["completion_tokens"] == 8
