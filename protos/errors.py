@@ -58,6 +58,8 @@ class Code(enum.StrEnum):
     INTERNAL = "internal"
 
 
+DEFAULT_RETRY_AFTER_S = 1.0
+
 _S = grpc.StatusCode
 
 TABLE: dict[Code, Status] = {
@@ -116,6 +118,14 @@ class SplitpointError(Exception):
     def status(self) -> Status:
         """This error's row of the table."""
         return TABLE[self.code]
+
+    @property
+    def retry_delay_s(self) -> float:
+        """When a client may try again: as said, or `DEFAULT_RETRY_AFTER_S` where waiting helps; 0 where it does not."""
+        if self.retry_after_s > 0:
+            return self.retry_after_s
+        passes = self.status.http in (429, 503) and self.code is not Code.STREAM_BROKEN
+        return DEFAULT_RETRY_AFTER_S if passes else 0.0
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"

@@ -47,13 +47,14 @@ def error_metadata(error: SplitpointError) -> tuple[tuple[str, str | bytes], ...
     if error.param:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=detail.message[:200])
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after_s > 0:
+    delay_s = error.retry_delay_s
+    if delay_s > 0:
         delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        delay.FromNanoseconds(int(delay_s * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     trailing: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
-    if error.retry_after_s > 0:
-        trailing.append((PUSHBACK_KEY, str(round(error.retry_after_s * 1000))))
+    if delay_s > 0:
+        trailing.append((PUSHBACK_KEY, str(round(delay_s * 1000))))
     return tuple(trailing)
 
 

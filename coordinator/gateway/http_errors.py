@@ -8,8 +8,6 @@ from typing import Any
 
 from protos.errors import Code, SplitpointError
 
-DEFAULT_RETRY_AFTER_S = 1
-
 
 def error_object(error: SplitpointError) -> dict[str, Any]:
     """`code` is the HTTP status as vLLM's; our stable name is `reason`."""
@@ -35,9 +33,8 @@ def error_body(error: SplitpointError) -> bytes:
 def error_headers(error: SplitpointError) -> list[tuple[bytes, bytes]]:
     """`Retry-After` where trying later helps; `x-should-retry: false` where a client's own retry would repeat whole work."""
     headers = [(b"content-type", b"application/json")]
-    if error.status.http in (429, 503):
-        delay_s = math.ceil(error.retry_after_s) if error.retry_after_s > 0 else DEFAULT_RETRY_AFTER_S
-        headers.append((b"retry-after", str(delay_s).encode()))
+    if error.retry_delay_s > 0 and error.status.http in (429, 503):
+        headers.append((b"retry-after", str(math.ceil(error.retry_delay_s)).encode()))
     if error.code in (Code.INTERNAL, Code.DEADLINE_EXCEEDED, Code.STREAM_BROKEN, Code.CONFLICT):
         headers.append((b"x-should-retry", b"false"))
     return headers

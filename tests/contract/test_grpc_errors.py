@@ -62,6 +62,21 @@ async def test_every_code_has_its_status() -> None:
         assert from_rpc_error(raised).code is code
 
 
+@pytest.mark.parametrize(
+    ("error", "pushback"),
+    [
+        (SplitpointError(Code.NO_WORKER, "nobody"), "1000"),
+        (SplitpointError(Code.QUEUE_FULL, "full", retry_after_s=2.5), "2500"),
+        (SplitpointError(Code.INVALID_VALUE, "no"), None),
+        (SplitpointError(Code.STREAM_BROKEN, "half"), None),
+        (SplitpointError(Code.BODY_TOO_LARGE, "big"), None),
+    ],
+)
+async def test_a_refusal_that_passes_says_when_to_come_back(error: SplitpointError, pushback: str | None) -> None:
+    trailing = dict((await call(error, stream=False)).trailing_metadata() or ())
+    assert trailing.get("grpc-retry-pushback-ms") == pushback
+
+
 async def test_long_message_is_cut_not_lost() -> None:
     got = from_rpc_error(await call(SplitpointError(Code.INTERNAL, "é" * 50_000, error_id="abc"), stream=False))
     assert got.code is Code.INTERNAL
