@@ -40,6 +40,7 @@ from coordinator.request_actions import (
     SendPrepare,
     Start,
 )
+from coordinator.request_checks import end_fault, protocol_fault, recovery_kind, seal_fault, tokens_fault
 from coordinator.request_states import LIVE, REPORTS, TERMINAL, InvalidTransition, Leg, LegKind, State, Transfer
 from coordinator.routing.goals import (
     PAIR_FAULTS,
@@ -128,7 +129,7 @@ class Request:
         if what != "tokens":
             self._tell(f"{kind} by {leg.worker.worker_id}")
         if what not in REPORTS[leg.kind]:
-            return self._leg_failed(leg, _protocol_fault(f"{leg.kind} leg reported {what}"))
+            return self._leg_failed(leg, protocol_fault(f"{leg.kind} leg reported {what}"))
         return self._transition(kind)(self, leg, event)
 
     def _transition(self, kind: str) -> Callable[..., list[Action]]:
@@ -155,7 +156,7 @@ class Request:
     def _routed(self, event: Routed) -> list[Action]:
         actions: list[Action] = [Note(name) for name in event.route.notes]
         if self._cause is not None:
-            actions.append(Note("recovery", _recovery(event.route, self.tokens_sent)))
+            actions.append(Note("recovery", recovery_kind(event.route, self.tokens_sent)))
         if any(view.incarnation in self._lost for view in workers_of(event.route)):
             actions.append(Note("lost_worker_tried_again"))
         self.rounds += 1
@@ -209,9 +210,9 @@ class Request:
     def _sealed(self, leg: Leg, event: worker_pb2.LegEvent) -> list[Action]:
         route, transfer = self.route, self._transfer
         assert isinstance(route, PairRoute)
-        fault = self._seal_fault(event.sealed, route)
+        fault = seal_fault(event.sealed, self.spec, route, transfer)
         if fault is not None or transfer is None:
-            return self._leg_failed(leg, fault or _protocol_fault("sealed without a grant"))
+            return self._leg_failed(leg, fault or protocol_fault("sealed without a grant"))
         actions: list[Action] = [*self._over(leg), Credit((route.prefill,))]
         self.state = State.DECODING
         forwarded: tuple[int, ...] = ()
@@ -233,18 +234,6 @@ class Request:
             actions += self._emit(event.sealed.first)
         return actions
 
-    def _seal_fault(self, sealed: worker_pb2.SealedEvent, route: PairRoute) -> SplitpointError | None:
-        seal, transfer = sealed.seal, self._transfer
-        if len(sealed.first.token_ids) != 1:
-            return _protocol_fault(f"sealed with {len(sealed.first.token_ids)} tokens")
-        if transfer is None or seal.transfer_id != transfer.transfer_id:
-            return _protocol_fault("sealed another transfer")
-        if seal.incarnation != route.prefill.incarnation:
-            return SplitpointError(Code.TRANSFER_REFUSED, "sealed by another incarnation of the prefill worker")
-        if seal.prompt_tokens != len(self.spec.prompt_token_ids) or seal.token_hash != self.spec.prompt_hash:
-            return _protocol_fault("sealed another prompt")
-        return None
-
     def _staged(self, leg: Leg, event: worker_pb2.LegEvent) -> list[Action]:
         actions = self._over(leg)
         self._verified = True
@@ -264,9 +253,8 @@ class Request:
 
     def _tokens(self, leg: Leg, event: worker_pb2.LegEvent) -> list[Action]:
         tokens = event.tokens
-        if len(self._sent) + len(tokens.token_ids) > self.spec.sampling.max_tokens:
-            return self._leg_failed(leg, _protocol_fault("more tokens than max_tokens"))
-        return self._emit(tokens)
+        fault = tokens_fault(tokens, self.spec, sent=self.tokens_sent)
+        return self._emit(tokens) if fault is None else self._leg_failed(leg, fault)
 
     def _emit(self, tokens: worker_pb2.TokensEvent) -> list[Action]:
         if not tokens.token_ids:
@@ -286,10 +274,9 @@ class Request:
 
     def _finished(self, leg: Leg, event: worker_pb2.LegEvent) -> list[Action]:
         finished = event.finished
-        if finished.finish_reason not in ("stop", "length"):
-            return self._leg_failed(leg, _protocol_fault(f"ended with {finished.finish_reason!r} without being asked"))
-        if len(self._sent) + len(finished.last.token_ids) > self.spec.sampling.max_tokens:
-            return self._leg_failed(leg, _protocol_fault("more tokens than max_tokens"))
+        fault = end_fault(finished, self.spec, sent=self.tokens_sent)
+        if fault is not None:
+            return self._leg_failed(leg, fault)
         actions = self._over(leg)
         actions += self._emit(finished.last)
         if leg.kind is LegKind.DECODE:
@@ -409,18 +396,6 @@ class Request:
             actions += [ReleaseTransfer(transfer.transfer_id, w, reason) for w in (transfer.prefill, transfer.decode)]
         self._prompt_report = None
         return actions
-
-
-def _recovery(route: Route, tokens_sent: int) -> str:
-    if isinstance(route, PairRoute):
-        return "prefill_retry"
-    if tokens_sent:
-        return "migrate"
-    return "recompute" if route.local else "colocated"
-
-
-def _protocol_fault(what: str) -> SplitpointError:
-    return SplitpointError(Code.INTERNAL, f"a worker broke the protocol: {what}")
 
 
 EVENT_KINDS: dict[type, str] = {
