@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -80,8 +81,10 @@ class GatewayCore:
     def refresh_gauges(self) -> None:
         """Bring the gauges that nobody pushes up to date; called before an exposition."""
         self.metrics.in_flight(self.in_flight)
+        now_s, applied_s = self.clock(), self.membership.applied_s
         self.metrics.fleet(
-            open_breakers=len(self.router.breakers.blocked(self.clock())),
+            membership_age_s=math.inf if applied_s is None else now_s - applied_s,
+            open_breakers=len(self.router.breakers.blocked(now_s)),
             connected_workers=sum(self.membership.connected(v.incarnation) for v in self.membership.views),
         )
 

@@ -65,6 +65,7 @@ class GatewayMetrics:
             "events": counter("events_total", "What must not stay silent.", ["event"]),
             "breakers": gauge("breaker_state", "Circuits open at the moment.", []),
             "breaker_opened": counter("breaker_opened_total", "Circuits opened, by code.", ["code"]),
+            "membership_age": gauge("membership_age_seconds", "Since the coordinator last answered; infinite before.", []),
             "workers": gauge("workers_connected", "Worker streams that are up.", []),
             "prompt_tokens": counter("prompt_tokens_total", "Prompt tokens of choices that ended.", []),
             "output_tokens": counter("output_tokens_total", "Tokens sent to clients.", []),
@@ -130,7 +131,8 @@ class GatewayMetrics:
         self._count("breaker_opened", code)
 
     @_safe
-    def fleet(self, *, open_breakers: int, connected_workers: int) -> None:
+    def fleet(self, *, open_breakers: int, connected_workers: int, membership_age_s: float) -> None:
+        self._set("membership_age", membership_age_s)
         self._set("breakers", open_breakers)
         self._set("workers", connected_workers)
 

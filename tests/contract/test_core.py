@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -342,6 +343,17 @@ async def test_closing_the_core_before_the_first_token_sends_the_client_elsewher
         assert reader.error is not None
         assert (reader.error.code, reader.error.tokens_sent) == (Code.DRAINING, 0)
         assert under_test.metric("choices_total", path="split", status="error", error_type="draining") == 1
+
+
+async def test_a_silent_membership_shows_its_age() -> None:
+    async with scripted(*pool(0, 0, 1)) as under_test:
+        core, now_s = under_test.core, time.monotonic()
+        core.metrics.exposition()
+        assert 0 <= under_test.metric("membership_age_seconds") < 60
+        core.clock = lambda: now_s + 1000.0
+        core.metrics.exposition()
+        assert under_test.metric("membership_age_seconds") >= 999
+        assert under_test.metric("workers_connected") == 1
 
 
 # Workers fail ---------------------------------------------------------------------------------------------------------
