@@ -23,6 +23,8 @@ from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
+MAX_OUTCOME_CHARS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
@@ -121,7 +123,9 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         transfer_id = request.grant.transfer_id
         with rt.lock:
             known = rt.leases.live(transfer_id) is not None
-            actions = rt.leases.completed(transfer_id, request.grant.capability, request.outcome, rt.now())
+            # The peer's word is remembered as long as the transfer is, so it is kept short.
+            outcome = request.outcome[:MAX_OUTCOME_CHARS]
+            actions = rt.leases.completed(transfer_id, request.grant.capability, outcome, rt.now())
         if not known:
             rt.metrics.late("complete")
         rt.follow(transfer_id, actions)

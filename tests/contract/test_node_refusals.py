@@ -222,3 +222,16 @@ async def test_a_preempted_request_goes_on_where_it_was(pair: NodePair) -> None:
     await transfer.pull()
     assert_scattered(transfer)
     await pair.settled()
+
+
+async def test_a_peers_last_word_is_kept_short(pair: NodePair) -> None:
+    """It is remembered with the transfer's tombstone, of which there are thousands."""
+    transfer = pair.transfer(20)
+    await transfer.reserve()
+    async with grpc.aio.insecure_channel(pair.senders[0].endpoint.address) as channel:
+        stub = pb_grpc.KvTransferServiceStub(channel)
+        await stub.Complete(pb.CompleteRequest(grant=transfer.grant, outcome="x" * 100_000), timeout=10)
+    error = await error_of(transfer.reserve())
+    assert "already over" in error.message
+    assert len(error.message) < 200
+    await pair.settled()
