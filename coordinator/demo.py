@@ -248,7 +248,7 @@ def show_answers(console: Console, answers: list[Answer]) -> None:
 
 
 def show_ledgers(console: Console, answers: list[Answer]) -> None:
-    """One column per answer. The transfer overlaps other stages and is not part of the sum."""
+    """One column per answer. What is in brackets overlaps other stages and is not part of the sum."""
     stages = (
         "gateway",
         "prefill_queue",
@@ -265,6 +265,7 @@ def show_ledgers(console: Console, answers: list[Answer]) -> None:
     for stage in stages:
         table.add_row(stage, *(f"{a.ledger[stage]:.1f}" for a in answers), end_section=stage == "residual")
     table.add_row("(transfer)", *(f"{a.ledger['transfer']:.1f}" if a.transport else "-" for a in answers))
+    table.add_row("(2nd token)", *(f"{a.ledger['second_token_gap']:.1f}" for a in answers))
     console.print(table)
 
 

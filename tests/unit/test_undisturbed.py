@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from coordinator.compare import undisturbed
 from coordinator.compare.undisturbed import CLIENT_NICE, prompt_client
 
 
@@ -14,6 +15,7 @@ from coordinator.compare.undisturbed import CLIENT_NICE, prompt_client
 def niceness(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What was asked of the system, which refuses nothing and is not changed."""
     asked = [0]
+    monkeypatch.setattr(undisturbed, "threads", lambda: [0])
     monkeypatch.setattr(os, "getpriority", lambda which, who: asked[-1])
     monkeypatch.setattr(os, "setpriority", lambda which, who, value: asked.append(value))
     return asked
@@ -44,3 +46,20 @@ def test_without_the_right_it_stays_as_it_is(niceness: list[int], monkeypatch: p
         assert nice == 0
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_all_threads_get_it_and_one_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    nices = {11: 0, 12: 0}
+
+    def set_priority(which: int, who: int, value: int) -> None:
+        if who not in nices:
+            raise ProcessLookupError(who)
+        nices[who] = value
+
+    monkeypatch.setattr(undisturbed, "threads", lambda: [11, 13, 12])
+    monkeypatch.setattr(os, "getpriority", lambda which, who: nices[11])
+    monkeypatch.setattr(os, "setpriority", set_priority)
+    with prompt_client():
+        assert nices == {11: CLIENT_NICE, 12: CLIENT_NICE}
+    assert nices == {11: 0, 12: 0}
+    assert set(undisturbed.threads())
