@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from engine.worker.legs import LegCall, LegHandler
 from engine.worker.mux import EventQueue
 from protos.errors import SplitpointError
 from protos.grpc_errors import abort
@@ -23,6 +25,8 @@ _log = logging.getLogger(__name__)
 CONTROL_TOKEN_METADATA = "x-splitpoint-control-token"
 
 _RELEASES_AT_ONCE = 16
+_ENDING_LEGS = ("prefill", "decode")
+"""Legs after which their worker holds nothing of the transfer, unless they were sealed."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -132,7 +136,22 @@ class _GatewayStream:
         transfer_id = _transfer_of(name, message)
         if transfer_id:
             worker.transfers.note(self._number, TransferId(transfer_id), message.header.remaining_s)
+            if name in _ENDING_LEGS:
+                handler = self._forgetting(handler, TransferId(transfer_id))
         worker.attempts.start(name, handler, message, self._queue)
+
+    def _forgetting(self, handler: LegHandler, transfer_id: TransferId) -> LegHandler:
+        """`handler`, and the transfer is off the roster when its leg has ended it: it need not be released once more."""
+
+        async def forget(call: LegCall) -> None:
+            if not call.was_sealed:
+                self._worker.transfers.forget(transfer_id)
+
+        async def run(call: LegCall, message: Any) -> None:
+            call.defer(partial(forget, call))
+            await handler(call, message)
+
+        return run
 
     async def _release(self, transfer_id: TransferId, reason: str) -> None:
         if not await self._worker.release(transfer_id, reason):

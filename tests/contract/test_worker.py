@@ -58,6 +58,19 @@ async def test_split_equals_colocated_for_many_seeds(wire: bool) -> None:
         assert "decode_recomputed" not in pair.d.events()
 
 
+async def test_a_worker_forgets_the_transfers_it_has_ended_itself() -> None:
+    async with pair_of() as pair:
+        await pair.split(PROMPT, GREEDY)
+        await pair.d.server.attempts.wait_idle()
+        assert len(pair.d.server.transfers) == 0, "a stream's end would release each of them once more"
+        assert len(pair.p.server.transfers) == 1, "its peer ends a sealed one without a word"
+        grant = new_grant()
+        refused = await pair.to_p.send(prefill=prefill_leg([1] * 10_000, GREEDY, grant))
+        failure(await pair.to_p.event(refused))
+        await pair.p.server.attempts.wait_idle()
+        assert len(pair.p.server.transfers) == 1
+
+
 async def test_concurrent_split_requests_agree_with_colocated() -> None:
     async with pair_of(wire=True, staging_blocks=40) as pair:
         prompts = [[3 + (7 * i + j) % 900 for j in range(20 + 5 * i)] for i in range(16)]
