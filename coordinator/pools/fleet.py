@@ -138,7 +138,7 @@ class Fleet:
         if state is WorkerState.DEAD:
             return False
         if state is WorkerState.STARTING and beat.view.state is WorkerState.READY:
-            state = WorkerState.READY
+            state = WorkerState.READY if record.draining_until_s is None else WorkerState.DRAINING
             member.ready_s = now_s
             log.info("worker %s is ready, incarnation %s", worker_id, beat.view.incarnation)
         busy = beat.view.running + beat.view.waiting + beat.view.leases > 0
@@ -183,14 +183,16 @@ class Fleet:
         member.record = replace(member.record, probed_s=now_s, failed_probes=failed)
 
     def drain(self, worker_id: WorkerId, until_s: float) -> None:
-        """A drain is wanted; gateways stop choosing the worker at once. Idempotent, keeps the earlier end."""
+        """A drain is wanted; gateways stop choosing the worker at once. Idempotent, keeps the earlier end. One that does not
+        serve yet stays starting: it has nothing to finish."""
         member = self.members.get(worker_id)
         if member is None or member.record.state is WorkerState.DEAD:
             return
         record = member.record
         earlier = until_s if record.draining_until_s is None else min(until_s, record.draining_until_s)
-        changed = record.state is not WorkerState.DRAINING
-        member.record = replace(record, state=WorkerState.DRAINING, draining_until_s=earlier)
+        state = WorkerState.STARTING if record.state is WorkerState.STARTING else WorkerState.DRAINING
+        changed = record.state is not state
+        member.record = replace(record, state=state, draining_until_s=earlier)
         if changed:
             self._bump()
 

@@ -149,6 +149,8 @@ def reconcile(targets: Iterable[PoolTarget], actual: Actual, now_s: float, rules
         action = _liveness(worker, now_s, rules)
         if action is None and worker.state is WorkerState.DRAINING:
             action = _drained(worker, now_s, rules)
+        if action is None and worker.state is WorkerState.STARTING and worker.draining_until_s is not None:
+            action = StopWorker(worker.worker_id, "drained before it served")
         if action is None and worker.pool not in by_name:
             action = _surplus(worker, f"pool {worker.pool} is gone")
         if action is not None:

@@ -99,6 +99,16 @@ async def test_a_drain_hides_the_worker_at_once_and_counts_idleness_only_after_i
     assert fleet.members[D1].record.idle_since_s is None
 
 
+async def test_a_drain_of_a_worker_that_starts_leaves_it_starting_and_never_ready(fleet: Fleet) -> None:
+    fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
+    fleet.heard(beat(WorkerState.STARTING), 1.0)
+    fleet.drain(D1, 60.0)
+    record = fleet.members[D1].record
+    assert (record.state, record.draining_until_s) == (WorkerState.STARTING, 60.0)
+    fleet.heard(beat(), 2.0)
+    assert fleet.members[D1].record.state is WorkerState.DRAINING
+
+
 async def test_a_drain_keeps_the_earlier_end(fleet: Fleet) -> None:
     fleet.heard(beat(), 1.0)
     fleet.drain(D1, 60.0)

@@ -87,6 +87,14 @@ def test_a_starting_worker_goes_before_a_ready_one_and_is_stopped_outright() -> 
     assert action.worker_id == "decode-1"
 
 
+def test_a_worker_that_is_drained_before_it_serves_is_stopped_outright() -> None:
+    """It beats once before its engine loads: as a draining one it would be silent, and fenced for it."""
+    early = worker(state=WorkerState.STARTING, created_s=NOW - 10, draining_until_s=NOW + 100)
+    (action,) = run([target()], [early])
+    assert isinstance(action, StopWorker)
+    assert (action.worker_id, action.timed_out) == ("decode-1", False)
+
+
 def test_a_draining_worker_keeps_its_place_until_it_is_gone() -> None:
     draining = worker(state=WorkerState.DRAINING, drain_since_s=NOW - 1, draining_until_s=NOW + 60)
     assert run([target(replicas=1)], [draining]) == []
