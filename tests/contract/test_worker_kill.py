@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.fault, pytest.mark.slow]
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 20
 DEADLINE_S = 60.0
-TRANSPORTS = ["grpc", pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
 class Rig:
@@ -33,9 +32,9 @@ class Rig:
         self.readers: list[Reader] = []
         self.prompts: list[list[int]] = []
 
-    def run(self) -> Reader:
+    def run(self, prompt_tokens: int = PROMPT_TOKENS) -> Reader:
         """One more request on the split path."""
-        prompt = [(31 * len(self.readers) + 7 * i) % 900 + 3 for i in range(PROMPT_TOKENS)]
+        prompt = [(31 * len(self.readers) + 7 * i) % 900 + 3 for i in range(prompt_tokens)]
         reader = self.under_test.run(
             prompt=prompt, path="split", transport=self.transport, deadline_s=DEADLINE_S,
             max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True,
@@ -174,11 +173,15 @@ async def decoding(made: Rig) -> None:
 
 
 Moment = Callable[[Rig], Awaitable[None]]
-MOMENTS = [queued, computing, staged, transferring, first_token, decoding]
+# Where KV moves, over both transports.
+MOMENTS = [
+    *((moment, transport) for moment in (computing, staged, transferring) for transport in ("ucx", "grpc")),
+    *((moment, "ucx") for moment in (queued, first_token, decoding)),
+]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
+@pytest.mark.ucx
+@pytest.mark.parametrize(("moment", "transport"), MOMENTS, ids=[f"{m.__name__}-{t}" for m, t in MOMENTS])
 @pytest.mark.parametrize("victim", ["p", "d"])
 async def test_a_killed_process_costs_no_request_its_end(victim: str, moment: Moment, transport: str) -> None:
     async with rig(transport) as made:
@@ -193,7 +196,7 @@ async def test_a_killed_process_costs_no_request_its_end(victim: str, moment: Mo
         made.under_test.members([survivor.view])
         await survivor.control.fence(dead.incarnation)
         await poll(lambda: _empty(survivor))
-        reader = made.run()
+        reader = made.run(prompt_tokens=20)
         await reader.end()
         assert reader.tokens == answer(made.prompts[-1])
         await poll(lambda: _empty(survivor))
@@ -220,7 +223,7 @@ async def test_staging_held_back_for_a_stopped_peer_comes_back_when_it_is_fenced
         await made.p.control.fence(made.d.incarnation)
         await poll(lambda: _empty(made.p))
         made.under_test.members([made.p.view])
-        again = made.run()
+        again = made.run(prompt_tokens=20)
         await again.end()
         assert again.tokens == answer(made.prompts[-1])
 

@@ -43,5 +43,5 @@ def real(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     sets = [f"engine.model_path={checkpoint}", 'gateway.routing.colocated_roles=[["decode"], ["prefill"]]']
     # Status is as old as a heartbeat, and faults are told by what it shows; a busy box still has 4 s to answer.
     sets += ["coordinator.heartbeat_interval_s=0.25", "coordinator.missed_heartbeats=16", "coordinator.restart_backoff_s=0.2"]
-    with serve(ROOT / "deploy" / "demo-cpu.toml", tmp_path_factory.mktemp("real"), sets, ready_s=280) as served:
+    with serve(ROOT / "deploy" / "demo-cpu.toml", tmp_path_factory.mktemp("real"), sets, ready_s=360) as served:
         yield served

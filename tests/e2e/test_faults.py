@@ -132,17 +132,15 @@ class Leaver:
         raise AssertionError(f"request {self.number}: the stream ended without an end")
 
 
-def distinct_looks(served: Served, count: int) -> list[admin_pb2.GetStatusResponse]:
-    """Snapshots of `count` different heartbeats."""
+def looks_at(served: Served, count: int) -> list[admin_pb2.GetStatusResponse]:
+    """Snapshots over some ten heartbeats."""
     looks: list[admin_pb2.GetStatusResponse] = []
 
     def look() -> bool:
-        status = served.status()
-        if not looks or all(w.heartbeat_age_s < 0.2 for w in status.workers):
-            looks.append(status)
+        looks.append(served.status())
         return len(looks) >= count
 
-    until(f"{count} looks", look, 30)
+    until(f"{count} looks", look, 60, 0.15)
     return looks
 
 
@@ -151,7 +149,7 @@ def test_clients_that_leave_at_any_stage_leave_nothing(system: Served) -> None:
         system.chat("Warm up. " * 20, path=path, transport=transport, max_tokens=4)
         system.generate(list(range(2000, 2200)), path=path, transport=transport, max_tokens=4)
     until("nothing is held", lambda: not held(system.status()), 20)
-    idle = Idle.of(distinct_looks(system, 10))
+    idle = Idle.of(looks_at(system, 20))
 
     async def everybody() -> list[Leaver]:
         gate = asyncio.Semaphore(AT_ONCE)
@@ -181,7 +179,7 @@ def test_clients_that_leave_at_any_stage_leave_nothing(system: Served) -> None:
         raise AssertionError(f"{error}: {held(system.status())} {idle.exceeded(system.status())}") from None
     took_s = time.monotonic() - stepped_s
     assert took_s < SETTLE_S, f"{took_s:.1f} s after the last engine step"
-    assert no_blocks_held(system)
+    until("no block is referred to", lambda: no_blocks_held(system), SETTLE_S)
 
     outcomes = [leaver.outcome for leaver in leavers]
     assert outcomes.count("whole") >= REQUESTS // 10
@@ -202,6 +200,7 @@ def test_clients_that_leave_at_any_stage_leave_nothing(system: Served) -> None:
 # -- processes that die ---------------------------------------------------------------------------------------------------
 
 
+OUTPUT_TOKENS = 128
 LENGTHS = [2000, 1400, 1200, 900, 700, 600]
 
 
@@ -216,7 +215,7 @@ def repeating_prompt(number: int, length: int) -> list[int]:
 def references(real: Served) -> list[Reference]:
     """What each of the prompts is answered with, asked alone."""
     real.wait_ready(300, prefill=1, decode=1)
-    return [Reference.ask(real, repeating_prompt(n, length), 64) for n, length in enumerate(LENGTHS)]
+    return [Reference.ask(real, repeating_prompt(n, length), OUTPUT_TOKENS) for n, length in enumerate(LENGTHS)]
 
 
 def states(worker: admin_pb2.WorkerStatus) -> str:
@@ -241,8 +240,8 @@ def before_the_first_token(p: admin_pb2.WorkerStatus, d: admin_pb2.WorkerStatus,
 
 
 def after_the_first_token(p: admin_pb2.WorkerStatus, d: admin_pb2.WorkerStatus, streams: list[Stream]) -> bool:
-    """Decode generates, some clients have part of their answer and none has all of it."""
-    return d.running >= 1 and sum(1 < len(s.tokens) < s.max_tokens - 8 for s in streams) >= 2
+    """Decode generates, a client has part of its answer."""
+    return d.running >= 1 and any(1 < len(s.tokens) < s.max_tokens - 16 for s in streams)
 
 
 Moment = Callable[[admin_pb2.WorkerStatus, admin_pb2.WorkerStatus, list[Stream]], bool]
@@ -268,14 +267,14 @@ def test_a_killed_worker_costs_no_request_its_end(
     gateway_pid = status.gateways[0].pid
     victim = next(w for w in status.workers if w.pool == pool)
     survivor = next(w for w in status.workers if w.pool != pool)
-    family = [psutil.Process(pid) for pid in victim.resources.pids]
+    family = [psutil.Process(pid) for pid in victim.resources.pids if psutil.pid_exists(pid)]
     target = victim.pid
     if process == "engine":
         target = next(p.pid for p in family if "EngineCore" in " ".join(p.cmdline()))
 
     transports = [None, "ucx", "grpc"]
     streams = [
-        Stream(system, repeating_prompt(n, length), 64, transport=transports[n % 3], deadline_s=DEADLINE_S)
+        Stream(system, repeating_prompt(n, length), OUTPUT_TOKENS, transport=transports[n % 3], deadline_s=DEADLINE_S)
         for n, length in enumerate(LENGTHS)
     ]
     for stream in streams:
@@ -305,7 +304,7 @@ def test_a_killed_worker_costs_no_request_its_end(
     assert healed[survivor.worker_id].incarnation == survivor.incarnation
     assert system.status().gateways[0].pid == gateway_pid
     with system.client() as client:
-        assert client.get("/health").status_code == 200
+        until("the gateway reaches the new pair", lambda: client.get("/health").status_code == 200, 20)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     for transport in ("ucx", "grpc"):

@@ -214,12 +214,16 @@ class TestFaults:
         assert tokens(system, PROMPT, "split", None) == tokens(system, PROMPT, "colocated", None)
 
     def test_a_stopped_worker_is_fenced_and_replaced(self, system: Served) -> None:
-        """Ray sees nothing wrong with a stopped process; heartbeat and probe do."""
+        """Ray sees nothing wrong with a stopped process; heartbeat and probe do. Its requests go elsewhere."""
         [(old, status)] = system.workers("prefill").items()
         process = psutil.Process(status.pid)
-        process.suspend()
-        system.wait_replaced(old, 60)
+        with ThreadPoolExecutor(6) as pool:
+            process.suspend()
+            futures = [pool.submit(completion, system, i, 20) for i in range(6)]
+            healed = system.wait_replaced(old, 60)
         assert not process.is_running()
+        assert status.incarnation not in {w.incarnation for w in healed.values()}
+        assert assert_right_or_explicit(system, futures, 20) == [200] * 6
         assert "fencing" in system.log("coordinator")
 
     def test_a_killed_coordinator_stops_no_traffic_and_no_worker(self, system: Served) -> None:
