@@ -23,7 +23,7 @@ from coordinator.pools.fleet import Fleet, Member, rules_of
 from coordinator.pools.probe import answers
 from coordinator.pools.process import log_to
 from coordinator.pools.ray_fleet import create_worker, end_worker, end_workers, free_places_but, live_workers, wait_death
-from coordinator.pools.ray_gateway import GATEWAY_PREFIX, create_gateway, drain_gateways
+from coordinator.pools.ray_gateway import GATEWAY_PREFIX, create_gateway, drain_gateways, restart_gateway
 from coordinator.pools.ray_worker import WorkerActor
 from coordinator.pools.reconcile import (
     Action,
@@ -281,6 +281,7 @@ class CoordinatorActor:
             self._gateways.pop(key, None)
             if isinstance(error, RayTaskError):
                 self._gateway_faults[key] = f"{key}: {error.cause}"
+                await asyncio.to_thread(restart_gateway, key)
             log.warning("gateway %s: %s: %s", key, type(error).__name__, error)
         finally:
             await asyncio.sleep(self._rules.heartbeat_interval_s)

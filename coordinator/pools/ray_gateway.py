@@ -109,6 +109,12 @@ def create_gateway(gateway_id: str, index: int, settings: Settings, log_dir: Pat
     return ray.remote(GatewayActor).options(**options).remote(gateway_id, index, settings, log_dir)
 
 
+def restart_gateway(gateway_id: str) -> None:
+    """End its process; Ray makes another. For one that lives and cannot start, which Ray takes for well."""
+    with contextlib.suppress(RayError, ValueError):
+        ray.kill(ray.get_actor(gateway_id, namespace=NAMESPACE), no_restart=False)
+
+
 async def drain_gateways(gateway_ids: Sequence[str], timeout_s: float) -> None:
     """Wait, at most `timeout_s`, until nothing is in flight at any gateway. A gateway that is away has nothing in flight."""
 
