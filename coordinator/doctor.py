@@ -121,7 +121,9 @@ def worst(findings: Sequence[Finding]) -> Level:
 def table(findings: Sequence[Finding]) -> Table:
     """The report for people."""
     style = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
-    shown = Table("", "check", "found", "what to do", title="splitpoint doctor", title_justify="left")
+    shown = Table("", "check", title="splitpoint doctor", title_justify="left")
+    for name in ("found", "what to do"):
+        shown.add_column(name, overflow="fold")  # a path or a setting's name that is cut is of no use
     for finding in findings:
         # Text, not markup: a library's message may hold brackets.
         shown.add_row(Text(finding.level, style[finding.level]), *map(Text, (finding.check, finding.value, finding.advice)))

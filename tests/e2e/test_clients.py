@@ -55,9 +55,10 @@ def test_a_program_of_the_guide(system: Served, name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
-def test_the_curl_commands_of_the_guide(system: Served) -> None:
-    replies = [json.loads(ran(["bash", "-c", here(system, command)])) for command in console_commands(GUIDE, "curl")]
-    assert [reply["object"] for reply in replies] == ["chat.completion", "text_completion", "list"]
+def test_the_curl_commands_of_the_guide_and_the_readme(system: Served) -> None:
+    commands = console_commands(GUIDE, "curl") + console_commands((ROOT / "README.md").read_text(), "curl")
+    replies = [json.loads(ran(["bash", "-c", here(system, command)])) for command in commands]
+    assert [reply["object"] for reply in replies] == ["chat.completion", "text_completion", "list", "chat.completion"]
     assert replies[1]["metrics"]["path"] == "colocated"
     assert len(replies[1]["choices"][0]["token_ids"]) == 8
 
