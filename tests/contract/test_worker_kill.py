@@ -120,9 +120,10 @@ def empty(status: kv_transfer_pb2.GetNodeStatusResponse) -> bool:
 
 
 async def queued(made: Rig) -> None:
-    """Prefill computes one prompt; another waits for it in the engine's queue, its lease made and asked for."""
-    made.run(), made.run()
-    await p_is(made, "fetching", "fetching")
+    """Prefill computes one prompt; five wait for it in the engine's queue, their leases made and asked for."""
+    for prompt_tokens in (PROMPT_TOKENS, *[100] * 5):
+        made.run(prompt_tokens)
+    await p_is(made, *["fetching"] * 6)
     assert not any(reader.tokens for reader in made.readers)
 
 

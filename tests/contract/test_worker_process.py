@@ -97,6 +97,19 @@ async def test_it_says_that_it_starts_and_then_that_it_serves(worker: WorkerProc
     assert reply.incarnation == worker.incarnation
 
 
+async def test_a_beat_says_what_requests_make_it_hold(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    assert (await coordinator.until(WorkerState.STARTING)).resources is None
+    held = (await coordinator.until(WorkerState.READY)).resources
+    assert held is not None
+    assert (held.kv_blocks_held, held.legs, held.leases, held.sessions) == (0, 0, 0, 0)
+    assert (held.lease_states, held.session_states) == ({}, {})
+    for staging in (held.send_staging, held.receive_staging):
+        assert (staging.capacity_bytes, staging.used_bytes, staging.quarantined_bytes) == (2**20, 0, 0)
+    # Its own tasks and its rank's, its own files.
+    assert held.tasks >= 3
+    assert held.open_files > 3
+
+
 async def test_a_coordinator_that_is_away_ends_nothing(worker: WorkerProcess, coordinator: Coordinator) -> None:
     await coordinator.until(WorkerState.READY)
     coordinator.answer = ConnectionError("away")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
-import psutil
 import pytest
 
 from tests.e2e.system import Served, until
@@ -41,22 +37,3 @@ def test_token_exact_on_every_way_around_a_block(real: Served, length: int) -> N
 
 def test_everything_is_idle_again(real: Served) -> None:
     until("idle", real.idle, 10)
-
-
-@pytest.mark.fault
-@pytest.mark.timeout(420)
-def test_an_engine_that_dies_takes_its_worker_along_and_both_are_replaced(real: Served) -> None:
-    """Kills the engine core, not the actor: the actor must notice, end, and leave no child behind."""
-    [(old, status)] = real.workers("decode").items()
-    family = psutil.Process(status.pid).children(recursive=True)
-    core = next(p for p in family if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline()))
-    os.kill(core.pid, signal.SIGKILL)
-    answer = real.chat(QUESTION, path="colocated")
-    assert "Paris" in answer["choices"][0]["message"]["content"]
-    healed = real.wait_replaced(old, 300)
-    assert status.incarnation not in {w.incarnation for w in healed.values()}
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert [p.pid for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-    split = real.chat(QUESTION, path="split")
-    assert split["metrics"]["path"] == "split"
-    assert "Paris" in split["choices"][0]["message"]["content"]
