@@ -113,6 +113,11 @@ class WorkerServer:
                 raise RuntimeError(f"{len(self.facts.endpoints)} ranks registered, the engine has {self.info.world_size}")
             made = self._make_ranks(self.facts.endpoints, self.identity.control_token)
             self.ranks = await made if inspect.isawaitable(made) else made
+            if self.facts.max_transfer_tokens < self.info.max_model_len:
+                # Longer prompts take the colocated path, whatever an operator expects.
+                self.metrics.event("staging_below_max_model_len")
+                limits = self.facts.max_transfer_tokens, self.info.max_model_len
+                _log.warning("staging is smaller than the longest prompt: max_transfer_tokens=%d max_model_len=%d", *limits)
         context = WorkerContext(
             engine=self.engine,
             info=self.info,

@@ -77,6 +77,19 @@ async def test_what_a_silent_rank_holds_counts_as_held() -> None:
         assert (await heartbeat(pair.p.server, 5)).leases == 0
 
 
+async def test_staging_too_small_for_the_longest_prompt_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    worker = await start_worker(None, wire=True, staging_blocks=4)
+    async with running(worker):
+        facts, info = worker.server.facts, worker.server.info
+        assert facts is not None
+        assert info is not None
+        assert facts.max_transfer_tokens < info.max_model_len
+        (record,) = [r for r in caplog.records if "max_transfer_tokens" in r.getMessage()]
+        assert record.levelname == "WARNING"
+        assert f"max_transfer_tokens={facts.max_transfer_tokens}" in record.getMessage()
+        assert worker.server.metrics.events["staging_below_max_model_len"] == 1
+
+
 async def test_a_worker_can_be_scraped() -> None:
     worker = await start_worker(None, worker_settings=WorkerSettings(metrics_port=0))
     async with running(worker):
