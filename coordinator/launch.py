@@ -194,9 +194,10 @@ def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) 
         task = progress.add_task("starting the coordinator", total=None)
         while not stop.count:
             try:
-                status = ray.get(handle.status.remote(), timeout=_CALL_TIMEOUT_S)
+                asked = [handle.status.remote(), handle.gateway_faults.remote()]
+                status, faults = ray.get(asked, timeout=_CALL_TIMEOUT_S)
             except (GetTimeoutError, ActorUnavailableError):
-                status = None
+                status, faults = None, []
             except RayError as error:
                 raise LaunchError(f"the coordinator died while starting: {error}") from error
             if status is not None:
@@ -206,8 +207,7 @@ def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) 
                     if all(_healthy(g.http_address) for g in status.gateways):
                         return status
                     progress.update(task, description="waiting for the gateways to reach the workers")
-                failure = _failure(status) or "; ".join(ray.get(handle.gateway_faults.remote(), timeout=_CALL_TIMEOUT_S))
-                if failure:
+                if failure := _failure(status) or "; ".join(faults):
                     raise LaunchError(failure)
             if time.monotonic() > until_s:
                 raise LaunchError(f"not ready after coordinator.start_timeout_s = {settings.coordinator.start_timeout_s:g} s")

@@ -1,0 +1,86 @@
+"""What coordinator and launcher make of failures while the system starts. No Ray cluster: its actors are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from coordinator.config import load
+from protos.ids import WorkerId
+from protos.splitpoint.v1 import admin_pb2
+
+pytestmark = pytest.mark.timeout(60)
+
+GATEWAY = WorkerId("gateway/0")
+
+
+async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives on, so Ray sees no death: a port that was taken for a moment would keep it down for ever."""
+    module = pytest.importorskip("coordinator.pools.ray_coordinator")
+    from ray.exceptions import RayTaskError
+
+    restarted: list[str] = []
+    outcomes: list[Exception | str] = [RayTaskError("report", "traceback", OSError("address in use")), "serves"]
+
+    async def report() -> str:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def create(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(report=SimpleNamespace(remote=report))
+
+    monkeypatch.setattr(module, "create_gateway", create)
+    monkeypatch.setattr(module, "restart_gateway", restarted.append)
+    coordinator = object.__new__(module.CoordinatorActor)
+    coordinator._spec = SimpleNamespace(settings=None, log_dir=Path("."))
+    coordinator._rules = SimpleNamespace(heartbeat_interval_s=0.0)
+    coordinator._gateways, coordinator._gateway_faults = {}, {}
+    for faults, gateways in (([GATEWAY], {}), ([], {GATEWAY: "serves"})):
+        coordinator._busy = {GATEWAY: asyncio.current_task()}
+        await coordinator._ask_gateway(GATEWAY, 0)
+        assert list(coordinator._gateway_faults) == faults
+        assert coordinator._gateways == gateways
+        assert coordinator._busy == {}
+    assert restarted == [GATEWAY]
+
+
+def test_a_slow_answer_of_the_coordinator_does_not_end_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Engines that load keep a small machine busy: any single answer may be late."""
+    ray = pytest.importorskip("ray")
+    from ray.exceptions import GetTimeoutError
+
+    from coordinator import launch
+
+    starting = admin_pb2.GetStatusResponse(pools=[admin_pb2.PoolStatus(name="decode", target=1)])
+    ready = admin_pb2.GetStatusResponse(
+        pools=[admin_pb2.PoolStatus(name="decode", target=1, ready=1)],
+        gateways=[admin_pb2.GatewayStatus(gateway_id="gateway/0", http_address="127.0.0.1:1")],
+    )
+    statuses = [starting, ready]
+    late = iter([True])
+
+    def answer(question: str) -> object:
+        if question == "status":
+            return statuses.pop(0) if len(statuses) > 1 else statuses[0]
+        if next(late, False):
+            raise GetTimeoutError("late")
+        return []
+
+    def get(questions: str | list[str], timeout: float) -> object:
+        return [answer(q) for q in questions] if isinstance(questions, list) else answer(questions)
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(launch, "_healthy", lambda address: True)
+    handle = SimpleNamespace(
+        status=SimpleNamespace(remote=lambda: "status"), gateway_faults=SimpleNamespace(remote=lambda: "gateway_faults")
+    )
+    with launch._signals() as stop:
+        found = launch._wait_ready(handle, load(environment={}), Console(file=io.StringIO()), stop)
+    assert found == ready
