@@ -61,7 +61,7 @@ class CoordinatorSettings(BaseModel):
     ray_address: str = Field("embedded", description='"embedded": a private Ray of this launcher; else an address, or "auto".')
     node_ip: str = Field("127.0.0.1", description="Where an embedded Ray listens.")
     state_dir: Path = Field(Path("runs"), description="On the head: desired state, and one folder per run (manifest, logs).")
-    gateways: PositiveInt = Field(1, description="Gateway actors; the n-th adds n to each of the gateway's fixed ports.")
+    gateways: PositiveInt = Field(1, description="Gateway actors; each has its fixed ports 10 above the one before it.")
     heartbeat_interval_s: float = Field(1.0, gt=0)
     missed_heartbeats: PositiveInt = Field(3, description="Missed in a row before a worker is probed and, if silent, fenced.")
     probe_timeout_s: float = Field(2.0, gt=0)
@@ -108,7 +108,7 @@ class Settings(BaseModel):
     def _pools_serve(self) -> Settings:
         if not any(pool.replicas for pool in self.pools.values()):
             raise ValueError("pools: at least one pool needs a replica")
-        problems = []
+        problems = _shared_ports(self.gateway, self.coordinator.gateways)
         for name, pool in self.pools.items():
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
                 problems.append(f"pools.{name}: a pool's name is lower-case letters, digits and '-'")
@@ -133,6 +133,24 @@ class Settings(BaseModel):
         overrides = dict(self.pools[pool].engine)
         merged = _merge(self.engine.model_dump(), overrides)
         return EngineSettings.model_validate(merged)
+
+
+def gateway_port(port: int, index: int) -> int:
+    """What the `index`-th gateway, from 0, binds for a configured port. 0 stays "any free port"."""
+    return port + 10 * index if port else 0
+
+
+def _shared_ports(gateway: GatewaySettings, gateways: int) -> list[str]:
+    """A line for each port that two servers of this configuration would bind."""
+    owners: dict[tuple[str, int], str] = {}
+    problems = []
+    for index in range(gateways):
+        for name in ("http", "grpc", "admin"):
+            host, port = getattr(gateway, f"{name}_host"), gateway_port(getattr(gateway, f"{name}_port"), index)
+            owner = f"gateway.{name}_port of gateway {index}"
+            if port and owners.setdefault((host, port), owner) != owner:
+                problems.append(f"gateway.{name}_port: {port} of gateway {index} is also {owners[host, port]}")
+    return problems
 
 
 def served_model_name(settings: Settings) -> str:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from coordinator import manifest
-from coordinator.config import Settings
+from coordinator.config import Settings, gateway_port
 from coordinator.pools.ray_cluster import NAMESPACE, Cluster, joined
 from coordinator.routing.views import WorkerState
 from kvtransfer.rpc import is_loopback
@@ -148,17 +148,15 @@ def _check_ports(settings: Settings) -> None:
     gateway = settings.gateway
     for index in range(settings.coordinator.gateways):
         for name in ("http", "grpc", "admin"):
-            host, port = getattr(gateway, f"{name}_host"), getattr(gateway, f"{name}_port")
+            host, port = getattr(gateway, f"{name}_host"), gateway_port(getattr(gateway, f"{name}_port"), index)
             if not port:
                 continue
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
-                    probe.bind((host, port + index))
+                    probe.bind((host, port))
                 except OSError as error:
-                    message = (
-                        f"gateway.{name}_port: {host}:{port + index} cannot be used ({error.strerror}); 0 takes any free one"
-                    )
+                    message = f"gateway.{name}_port: {host}:{port} cannot be used ({error.strerror}); 0 takes any free one"
                     raise LaunchError(message) from error
 
 

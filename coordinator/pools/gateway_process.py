@@ -15,7 +15,7 @@ import grpc.aio
 import uvicorn
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.config import Settings, served_model_name
+from coordinator.config import Settings, gateway_port, served_model_name
 from coordinator.gateway.core import GatewayCore
 from coordinator.gateway.frontend import FrontEnd, ServedModel
 from coordinator.gateway.grpc_front import build_grpc_server, server_options
@@ -144,7 +144,7 @@ class GatewayProcess:
         self._addresses[name] = host_port(host, bound)
 
     def _port(self, port: int) -> int:
-        return port + self._index if port else 0
+        return gateway_port(port, self._index)
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

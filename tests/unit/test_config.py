@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import ConfigError, Settings, load, parse_bytes
+from coordinator.config import ConfigError, Settings, gateway_port, load, parse_bytes
 from coordinator.routing.views import Role
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -59,6 +59,19 @@ def test_a_transport_that_is_switched_off_is_not_asked_for() -> None:
     assert load(sets=["kvtransfer.default_transport=grpc"], environment={}).kvtransfer.transport_order == ("grpc", "ucx")
     assert load(sets=['kvtransfer.transports=["grpc"]'], environment={}).kvtransfer.transport_order == ("grpc",)
     assert "kvtransfer.transports" in refused(sets=["kvtransfer.transports=[]"])
+
+
+def test_several_gateways_have_ports_of_their_own() -> None:
+    settings = load(sets=["coordinator.gateways=3"], environment={})
+    ports = [gateway_port(port, n) for port in (8000, 50051, 50052) for n in range(3)]
+    assert len(set(ports)) == 9
+    assert (gateway_port(8000, 0), gateway_port(0, 2)) == (8000, 0)
+    assert settings.coordinator.gateways == 3
+    text = refused(sets=["coordinator.gateways=2", "gateway.http_port=7000", "gateway.admin_port=7010"])
+    assert "7010" in text
+    assert "gateway.admin_port" in text
+    assert "gateway.http_port" in text
+    load(sets=["gateway.http_port=7000", "gateway.admin_port=7010"], environment={})
 
 
 def test_other_environment_variables_are_left_alone() -> None:
