@@ -65,8 +65,11 @@ class Checks:
         assert text, "no text"
         assert text == whole.choices[0].message.content, "streamed and whole text differ"
         assert reasons == [whole.choices[0].finish_reason]
-        assert usages == [whole.usage], "streamed and whole usage differ"
-        assert usages[0].completion_tokens <= MAX_TOKENS
+        assert len(usages) == 1, "usage comes once"
+        assert whole.usage is not None
+        # What was cached may differ: the first of the two fills the cache.
+        assert usages[0].prompt_tokens == whole.usage.prompt_tokens
+        assert usages[0].completion_tokens == whole.usage.completion_tokens <= MAX_TOKENS
 
     def chat_on_both_paths(self) -> None:
         answers = {}
@@ -132,7 +135,8 @@ class Checks:
     # What is refused ------------------------------------------------------------------------------------------------------
 
     def refusals(self) -> None:
-        cases: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
+        """Class of the exception, the field it names ("": whatever the deadline met), and what is asked."""
+        cases: list[tuple[type[openai.APIStatusError], str, dict[str, Any]]] = [
             (openai.NotFoundError, "model", {"model": "no-such-model"}),
             (openai.BadRequestError, "max_tokens", {"max_tokens": 0}),
             (openai.BadRequestError, "temperature", {"temperature": 3}),
@@ -140,7 +144,7 @@ class Checks:
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "word " * 70_000}]}),
             (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
             (openai.BadRequestError, "kv_transfer_params", {"extra_body": {"kv_transfer_params": {"do_remote_decode": True}}}),
-            (openai.InternalServerError, None, {"extra_headers": {"x-splitpoint-deadline-s": "0.001"}}),
+            (openai.InternalServerError, "", {"extra_headers": {"x-splitpoint-deadline-s": "0.001"}}),
         ]
         for wanted, param, changes in cases:
             for stream in (False, True):
@@ -149,7 +153,7 @@ class Checks:
                 refused = self._refusal({**self.chat, **changes, "stream": stream})
                 assert refused is not None, f"{name}: not refused"
                 assert type(refused) is wanted, f"{name}: {refused!r}"
-                assert refused.param == param, f"{name}: param {refused.param!r}: {refused}"
+                assert not param or refused.param == param, f"{name}: param {refused.param!r}: {refused}"
 
     def _refusal(self, ask: dict[str, Any]) -> openai.APIStatusError | None:
         try:

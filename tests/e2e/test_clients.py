@@ -41,10 +41,26 @@ def ran(command: list[str]) -> str:
     return done.stdout
 
 
-def test_the_openai_package(system: Served) -> None:
-    said = json.loads(ran([sys.executable, str(ROOT / "scripts" / "check_openai.py"), system.http, system.model]))
+def check_openai(served: Served, *options: str) -> None:
+    """Failures are shown whole."""
+    command = [sys.executable, str(ROOT / "scripts" / "check_openai.py"), served.http, served.model, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    assert done.stdout, done.stderr
+    said = json.loads(done.stdout)
     assert said["failures"] == []
     assert said["requests"] > 30
+
+
+def test_the_openai_package(system: Served) -> None:
+    check_openai(system)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(420)
+def test_the_openai_package_on_the_real_model(real: Served) -> None:
+    """The only one here that may have to start the real engines, which the other files share."""
+    check_openai(real, "--structured")
+    assert "Paris" in ran([sys.executable, "-c", here(real, programs(GUIDE)["ask_grpc.py"])]).replace("\n", "")
 
 
 @pytest.mark.parametrize("name", programs(GUIDE))
