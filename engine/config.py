@@ -49,6 +49,13 @@ class EngineSettings(BaseModel):
     load_format: str = "auto"
     seed: int = 0
     omp_threads: PositiveInt = Field(1, description="CPU only: threads of one rank's forward pass.")
+    nice: int = Field(
+        0,
+        ge=0,
+        le=19,
+        description="Niceness of vLLM's processes once they run. Above 0 all else that serves comes first on a host whose cores "
+        "engines keep busy.",
+    )
     start_timeout_s: float = Field(300.0, gt=0)
     extra_arguments: dict[str, Any] = Field(default_factory=dict, description="Passed to vLLM's AsyncEngineArgs as they are.")
     simulated: SimulatedSettings = SimulatedSettings()

@@ -26,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.config import EngineSettings, KvEngineConfig
+from engine.niceness import make_nice
 from engine.protocol import EngineDeadError, EngineInfo, EngineLoad, EngineOutput, EngineRequest
 from engine.sampling import SamplingParams as RequestParams
 from engine.vllm_convert import check_prompt, engine_output, plain_arguments, sampling_arguments
@@ -100,6 +101,8 @@ class VllmEngine:
             await self.stop()
             raise
         self._children = _new_children(before)
+        if self._settings.nice:
+            make_nice(self._children, self._settings.nice)
         config = self._engine().vllm_config
         return EngineInfo(
             model=self._settings.served_model_name,

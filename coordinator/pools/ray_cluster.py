@@ -31,6 +31,7 @@ from coordinator.pools.guardian import guarded
 log = logging.getLogger(__name__)
 
 NAMESPACE = "splitpoint"
+_WORKER_NICENESS = "RAY_worker_niceness"
 _TEMP_PREFIX = "sp-ray-"
 # Ray's sockets live below the temporary directory, and a socket's path holds 107 characters.
 _TEMP_ROOT = Path("/tmp")
@@ -122,6 +123,8 @@ def _embedded_environment() -> Iterator[None]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # By default Ray runs all our processes at 15, where anything else on the host starves them. `engine.nice` is finer.
+        _WORKER_NICENESS: os.environ.get(_WORKER_NICENESS, "0"),
     }
     with mock.patch.dict(os.environ, ours):
         os.environ.pop("RAY_ADDRESS", None)
