@@ -59,7 +59,7 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
             console.print(f"[yellow]other machines can reach, unencrypted and without a key: {', '.join(doors)}[/yellow]")
         where = settings.coordinator.ray_address
         console.print("starting a private Ray" if where == "embedded" else f"joining Ray at {where}")
-        with joined(where, settings.coordinator.node_ip) as cluster:
+        with _cluster(where, settings.coordinator.node_ip) as cluster:
             # Ray's init takes SIGTERM for itself.
             stop.install()
             handle = _start_coordinator(settings, record, cluster)
@@ -73,6 +73,20 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
                 if ready_file is not None:
                     ready_file.unlink(missing_ok=True)
     console.print("everything has ended")
+
+
+@contextlib.contextmanager
+def _cluster(address: str, node_ip: str) -> Iterator[Cluster]:
+    """`joined`, whose failure to begin is a `LaunchError`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(joined(address, node_ip))
+        except Exception as exc:
+            # Ray has no class of its own for this, and what it waits for is fixed (30 s for its own processes).
+            log.info("joining Ray failed", exc_info=exc)
+            hint = "the machine may be too busy: try again" if address == "embedded" else "is a cluster running there?"
+            raise LaunchError(f"Ray did not start: {exc} ({hint})") from exc
+        yield cluster
 
 
 def plaintext_doors(settings: Settings) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -52,6 +54,21 @@ def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
         text = refusal(settings(tmp_path, f"gateway.{name}_port={port}"))
     assert f"gateway.{name}_port" in text
     assert str(port) in text
+
+
+@pytest.mark.parametrize(("address", "hint"), [("embedded", "too busy"), ("10.0.0.1:6379", "is a cluster running")])
+def test_a_ray_that_does_not_start_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, hint: str
+) -> None:
+    @contextlib.contextmanager
+    def never(*_: object) -> Iterator[None]:
+        raise Exception("The current node timed out during startup.")
+        yield
+
+    monkeypatch.setattr("coordinator.launch.joined", never)
+    text = refusal(settings(tmp_path, f"coordinator.ray_address={address}"))
+    assert "timed out during startup" in text
+    assert hint in text
 
 
 def test_what_other_machines_can_reach_unencrypted_is_said(tmp_path: Path) -> None:
