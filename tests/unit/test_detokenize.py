@@ -128,6 +128,7 @@ def test_token_bytes_are_the_true_bytes() -> None:
     assert tokenizer.token_bytes(10**6) == b""
 
 
+@pytest.mark.timeout(120)  # the first import of transformers brings torch: seconds, more on a busy machine
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_real_tokenizer_at_every_split(checkpoint: Path) -> None:
