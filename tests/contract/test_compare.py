@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
-from coordinator.compare import cli
+from coordinator.compare import cli, load
 from coordinator.compare.load import GrpcClient, Slo, run_one_at_a_time, run_probe
 from coordinator.compare.report import show
 from coordinator.compare.run import ComparisonError, quick
@@ -208,3 +208,24 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--quick" in capsys.readouterr().err
     assert cli.main(["--quick", "--admin", "127.0.0.1:1"]) == 1
     assert "no gateway" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.0005, 0.3, 12.0])
+async def test_a_long_gap_is_met_on_time_though_the_systems_timers_run_over(
+    gap_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time is counted: each wait takes a thousandth more than asked, and up to a tick; each look at the clock 10 us."""
+    passed_s = 0.0
+
+    def now() -> float:
+        nonlocal passed_s
+        passed_s += 1e-5
+        return passed_s
+
+    async def sleep(wait_s: float) -> None:
+        nonlocal passed_s
+        passed_s += wait_s * 1.001 + (0.0009 if wait_s else 0.0)
+
+    monkeypatch.setattr("coordinator.compare.load.asyncio.sleep", sleep)
+    await load._until(gap_s, now)
+    assert gap_s <= passed_s < gap_s + 2e-4
