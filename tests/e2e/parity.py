@@ -58,8 +58,8 @@ class Answer:
     ledger: Mapping[str, Any] = field(default_factory=dict)
 
 
-def ask(served: Served, prompt: Prompt, sampling: Mapping[str, Any], way: Way, *, stream: bool = False, index: int = 0) -> Answer:
-    """One request over gRPC. `sampling` has the message's own field names; `index` picks one of its `n` choices."""
+def ask(served: Served, prompt: Prompt, sampling: Mapping[str, Any], way: Way, *, stream: bool = False) -> Answer:
+    """One request over gRPC. `sampling` has the message's own field names."""
     request = generation_pb2.GenerateRequest(
         model=served.model, stream=stream, sampling_params=common_pb2.SamplingParams(**sampling)
     )
@@ -74,8 +74,8 @@ def ask(served: Served, prompt: Prompt, sampling: Mapping[str, Any], way: Way, *
             request, timeout=CALL_TIMEOUT_S, metadata=list(way.headers.items())
         )
         replies = list(call)
-    chunks = [r.chunk for r in replies if r.HasField("chunk") and r.chunk.index == index]
-    [complete] = [r.complete for r in replies if r.HasField("complete") and r.complete.index == index]
+    chunks = [r.chunk for r in replies if r.HasField("chunk")]
+    [complete] = [r.complete for r in replies if r.HasField("complete")]
     assert bool(chunks) <= stream
     if stream:
         assert [i for c in chunks for i in c.token_ids] == list(complete.output_ids)

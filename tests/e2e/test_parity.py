@@ -33,7 +33,7 @@ from tests.e2e.parity import (
     reset_caches,
     top_two_gap,
 )
-from tests.e2e.parity_cases import BATCH, BY_NAME, CASES, GREEDY, PREFIX_BLOCKS, Case, prefix_prompt
+from tests.e2e.parity_cases import BATCH, BY_NAME, CASES, GREEDY, PREFIX_BLOCKS, PREFIX_TOKENS, Case, prefix_text
 from tests.e2e.system import Served, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
@@ -49,7 +49,7 @@ class Desk:
 
     def __init__(self, served: Served, tokenizer: Tokenizer) -> None:
         self.served = served
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._references: dict[str, Answer] = {}
         self.prompts: set[str] = set()
         self.pairs = 0
@@ -64,7 +64,7 @@ class Desk:
         base = self.reference(BY_NAME[case.base]).token_ids
 
         def text(start: int, end: int) -> str:
-            before, after = (self._tokenizer.decode(base[:n], skip_special_tokens=True) for n in (start, end))
+            before, after = (self.tokenizer.decode(base[:n], skip_special_tokens=True) for n in (start, end))
             return after[len(before) :]
 
         return {**case.sampling, **case.derive(base, text)}
@@ -74,9 +74,8 @@ class Desk:
         if case.name not in self._references:
             sampling = self.sampling(case)
             reset_caches(self.served)
-            answer = ask(self.served, case.prompt, sampling, COLOCATED, index=case.index)
-            if "n" not in sampling:
-                assert_took(answer, COLOCATED, forwards=False)
+            answer = ask(self.served, case.prompt, sampling, COLOCATED)
+            assert_took(answer, COLOCATED, forwards=False)
             self._references[case.name] = answer
         return self._references[case.name]
 
@@ -102,7 +101,7 @@ def desk(real: Served, checkpoint: Path, request: pytest.FixtureRequest) -> Iter
 
 
 def test_the_table_has_enough_prompts() -> None:
-    distinct = {str(case.prompt) for case in CASES} | {str(prefix_prompt(p, d)) for p in PREFIX_BLOCKS for d in PREFIX_BLOCKS}
+    distinct = {str(case.prompt) for case in CASES} | {prefix_text(p, d) for p in PREFIX_BLOCKS for d in PREFIX_BLOCKS}
     assert len(BY_NAME) == len(CASES)
     assert len(distinct) >= 60
 
@@ -119,7 +118,7 @@ class TestOneAtATime:
         if "logprobs" in sampling:
             assert len(reference.logprobs) == len(reference.token_ids)
         reset_caches(desk.served)
-        answer = ask(desk.served, case.prompt, sampling, way, stream="prompt_logprobs" not in sampling, index=case.index)
+        answer = ask(desk.served, case.prompt, sampling, way, stream="prompt_logprobs" not in sampling)
         desk.compare(case.name, answer, reference)
         assert_took(answer, way, forwards=case.forwards)
         assert answer.cached_tokens == 0
@@ -145,7 +144,8 @@ class TestOneAtATime:
     @pytest.mark.parametrize("on_decode", PREFIX_BLOCKS)
     @pytest.mark.parametrize("on_prefill", PREFIX_BLOCKS)
     def test_prefixes_cached_on_either_side(self, desk: Desk, on_prefill: int, on_decode: int, way: Way) -> None:
-        prompt = prefix_prompt(on_prefill, on_decode)
+        prompt = tuple(desk.tokenizer.encode(prefix_text(on_prefill, on_decode)).ids[:PREFIX_TOKENS])
+        assert len(prompt) == PREFIX_TOKENS
         case = Case(name=f"{on_prefill} blocks cached on prefill, {on_decode} on decode", prompt=prompt, sampling=GREEDY)
         reference = desk.reference(case)
         reset_caches(desk.served)
