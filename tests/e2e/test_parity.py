@@ -3,7 +3,7 @@
 One request at a time, everything a client sees is equal to the last bit, whichever transport carried the KV; the ledger shows
 that it was carried. Under batching tokens may part where the reference's two best candidates nearly tie (docs/measurement.md).
 
-References are colocated answers from cold caches, made once and used by every test.
+References are colocated answers from cold caches, made once and used by every test. Budget: 5 minutes on two quiet cores.
 """
 
 from __future__ import annotations
