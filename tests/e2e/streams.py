@@ -14,9 +14,9 @@ from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.system import Served
 
-NEAR_TIE = 0.25
-"""Log-probability between the two best candidates below which batch shape may decide: two steps of bfloat16 at the size that
-SmolLM2's top logits have."""
+NEAR_TIE = 0.375
+"""Log-probability between the two best candidates up to which batch shape may decide: three steps of bfloat16 at the size that
+SmolLM2's top logits have. The floor of test_parity, colocated against colocated, is 0.25 to 0.31."""
 
 
 def generate_request(
@@ -60,7 +60,8 @@ class Reference:
         """Equal as far as `got` goes, up to a first difference at a near-tie (docs: measuring, parity under batching)."""
         for index, (mine, theirs) in enumerate(zip(self.tokens, got, strict=False)):
             if mine != theirs:
-                assert self.margins[index] < NEAR_TIE, f"token {index} is {theirs}, not {mine} (margin {self.margins[index]:.2f})"
+                margin = self.margins[index]
+                assert margin <= NEAR_TIE, f"token {index} is {theirs}, not {mine} (margin {margin:.3f})"
                 return
         assert len(got) <= len(self.tokens)
 
