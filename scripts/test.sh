@@ -16,7 +16,7 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 lines=() status=0
 for tier in "${tiers[@]}"; do
-  if [ "$tier" = engine ] || [ "$tier" = e2e ]; then splitpoint models fetch smollm2 || exit 1; fi
+  case $tier in contract | engine | e2e) splitpoint models fetch smollm2 || exit 1 ;; esac
   begin=$SECONDS limit_min=${budget_min[$tier]}
   printf '\n=== %s (budget %d min) ===\n' "$tier" "$limit_min"
   timeout --kill-after=30 $((limit_min * 90)) python -m pytest "tests/$tier" --durations=5 --durations-min=2 2>&1 | tee "$log"
