@@ -16,7 +16,8 @@ from tests.e2e.system import Served
 
 NEAR_TIE = 0.375
 """Log-probability between the two best candidates up to which batch shape may decide: three steps of bfloat16 at the size that
-SmolLM2's top logits have. The floor of test_parity, colocated against colocated, is 0.25 to 0.31."""
+SmolLM2's top logits have. A fixed bound, wider than the floors that test_parity
+measures colocated against colocated (0.25 and 0.31 in two runs): an answer that parts at such a gap counts as right here."""
 
 
 def generate_request(
