@@ -360,11 +360,16 @@ class SteppedEngine:
         }
         return {name: count for name, count in held.items() if count}
 
-    def check_idle(self) -> None:
-        """Asserts that nothing is held, giving the node's thread the time that is allowed."""
+    def leftovers_become(self, wanted: set[str]) -> set[str]:
+        """What is held once it is `wanted`, or what still is after the time that the node's thread is allowed."""
         pause = threading.Event()
         for _ in range(int(IDLE_WITHIN_S / 0.01)):
-            if not self.leftovers():
-                return
+            if self.leftovers().keys() == wanted:
+                break
             pause.wait(0.01)
+        return set(self.leftovers())
+
+    def check_idle(self) -> None:
+        """Asserts that nothing is held, giving the node's thread the time that is allowed."""
+        self.leftovers_become(set())
         assert self.leftovers() == {}
