@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from coordinator.planning.cli import app as plan_app
+
 if TYPE_CHECKING:
     from protos.splitpoint.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
 models_app = typer.Typer(no_args_is_help=True, help="Model checkpoints.")
 app.add_typer(models_app, name="models")
+app.add_typer(plan_app, name="plan")
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
 
