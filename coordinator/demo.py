@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.manifest import gpus, hardware
+from coordinator.pools.shared_memory import segments_of
 from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 QUESTION = "What is the capital of France? Answer in one sentence."
@@ -121,7 +122,7 @@ def run(console: Console, steps: Steps) -> None:
 
         steps.say("Drain, and end everything")
         family += psutil.Process(system.process.pid).children(recursive=True)
-        segments = shared_memory_of(family)
+        segments = {segment for process in family for segment in segments_of(process.pid)}
     check_nothing_left(console, system, family, segments)
 
 
@@ -279,16 +280,6 @@ def compare(system: Running) -> None:
         raise DemoError("compare did not end within 300 s") from error
     if done.returncode != 0:
         raise DemoError(f"compare ended with status {done.returncode}")
-
-
-def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
-    """The segments below /dev/shm that these processes have mapped; other programs of the machine may hold their own."""
-    found = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            found |= {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-    return found
 
 
 def check_nothing_left(console: Console, system: Running, family: list[psutil.Process], segments: set[str]) -> None:

@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coordinator.pools.reports import ProcessRef
+from coordinator.pools.shared_memory import python_segments_of, unlink_orphans
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,14 @@ def process_tree() -> tuple[ProcessRef, ...]:
     refs = []
     for process in [me, *me.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            refs.append(ProcessRef(process.pid, process.create_time()))
+            refs.append(ProcessRef(process.pid, process.create_time(), python_segments_of(process.pid)))
     return tuple(refs)
 
 
 def kill_here(refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
     """SIGKILL each process (and its children) on this machine; wait for the deaths. Returns pids still there afterwards.
 
-    A zombie counts as dead: it runs nothing and its memory is gone.
+    A zombie counts as dead: it runs nothing and its memory is gone. Shared memory that only they had is removed.
     """
     doomed: dict[int, psutil.Process] = {}
     for ref in refs:
@@ -49,6 +50,7 @@ def kill_here(refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
     _, alive = _kill(others, timeout_s)
     _, lingering = psutil.wait_procs(trackers, timeout=_TRACKER_S)
     alive += _kill(lingering, timeout_s)[1]
+    unlink_orphans(segment for ref in refs for segment in ref.segments)
     return [p.pid for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 

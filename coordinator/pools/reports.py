@@ -14,10 +14,12 @@ from protos.ids import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ProcessRef:
-    """One process of a node, safe against reused pids. `started_s` is psutil's creation time."""
+    """One process of a node, safe against reused pids. `started_s` is psutil's creation time; `segments` the shared memory
+    that has to be removed if nobody has it mapped after this process's death."""
 
     pid: int
     started_s: float
+    segments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
@@ -22,6 +25,7 @@ from coordinator.pools.process import use_cores
 from coordinator.pools.ray_cluster import remove_stale_directories
 from coordinator.pools.ray_nodes import kill_here, process_tree
 from coordinator.pools.reports import ProcessRef
+from coordinator.pools.shared_memory import python_segments_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -154,6 +158,21 @@ class TestKilling:
         assert child.is_running()
         assert kill_here(refs, 10) == []
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+    def test_shared_memory_that_nobody_has_mapped_any_more_is_removed(self) -> None:
+        """The resource tracker that would do it may be killed with its group, or long gone."""
+        with ExitStack() as cleanup:
+            mine, kept = (SharedMemory(create=True, size=4096) for _ in range(2))
+            for segment in (mine, kept):
+                cleanup.callback(segment.close)
+                resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
+            cleanup.callback(Path(f"/dev/shm/{kept.name}").unlink)
+            assert {f"/dev/shm/{s.name}" for s in (mine, kept)} <= set(python_segments_of(os.getpid()))
+            mine.close()
+            gone = ProcessRef(2**22 + 1, 1.0, (f"/dev/shm/{mine.name}", f"/dev/shm/{kept.name}"))
+            assert kill_here([gone], 1) == []
+            assert not Path(f"/dev/shm/{mine.name}").exists()
+            assert Path(f"/dev/shm/{kept.name}").exists(), "somebody still has it mapped"
 
     def test_another_process_with_the_same_pid_is_left_alone(self) -> None:
         parent, child = self.family()

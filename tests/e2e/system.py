@@ -19,6 +19,7 @@ import grpc
 import httpx
 import psutil
 
+from coordinator.pools.shared_memory import segments_of
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,7 +192,7 @@ def serve(config: Path, state_dir: Path, sets: Sequence[str], *, ready_s: float)
     finally:
         launcher = psutil.Process(served.process.pid) if served.process.poll() is None else None
         family = launcher.children(recursive=True) if launcher is not None else []
-        segments = shared_memory_of(family)
+        segments = {segment for process in family for segment in segments_of(process.pid)}
         end(served.process, served.output)
     assert served.process.returncode == 0, served.output.read_text()
     assert_gone(family, served.process.pid, segments)
@@ -208,13 +209,3 @@ def assert_gone(processes: Sequence[psutil.Process], launcher_pid: int, segments
     assert not left, f"processes left: {left}"
     assert not list(Path("/tmp").glob(f"sp-ray-{launcher_pid}-*"))
     until("shared memory freed", lambda: not [name for name in segments if Path(name).exists()], 5)
-
-
-def shared_memory_of(processes: Sequence[psutil.Process]) -> set[str]:
-    """The segments below /dev/shm that these processes have mapped; other programs of the machine may hold their own."""
-    found = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            found |= {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-    return found

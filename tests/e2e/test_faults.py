@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -22,6 +23,7 @@ import httpx
 import psutil
 import pytest
 
+from coordinator.pools.shared_memory import python_segments_of
 from protos.splitpoint.v1 import admin_pb2, generation_pb2_grpc
 from tests.e2e.held import Idle, held
 from tests.e2e.streams import Reference, Stream, generate_request
@@ -270,6 +272,7 @@ def test_a_killed_worker_costs_no_request_its_end(
     # The status lists processes as of some heartbeats ago; a worker that has just healed may have more.
     actor = psutil.Process(victim.pid)
     family = [actor, *actor.children(recursive=True)]
+    segments = {segment for member in family for segment in python_segments_of(member.pid)}
     target = victim.pid
     if process == "engine":
         target = next(p.pid for p in family if "EngineCore" in " ".join(p.cmdline()))
@@ -309,6 +312,7 @@ def test_a_killed_worker_costs_no_request_its_end(
         until("the gateway reaches the new pair", lambda: client.get("/health").status_code == 200, 20)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [segment for segment in segments if Path(segment).exists()] == []
     for transport in ("ucx", "grpc"):
         after = Stream(system, repeating_prompt(7, 300), 8, transport=transport, deadline_s=DEADLINE_S)
         after.start()
