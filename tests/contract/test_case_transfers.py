@@ -7,10 +7,12 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvtransfer.config import KvTransferSettings
 from kvtransfer.control import RankControl
 from kvtransfer.node import KvNode
 from kvtransfer.transports import base
@@ -38,8 +40,13 @@ SCHEMES = ["grpc", pytest.param("ucx", marks=pytest.mark.ucx)]
 
 @pytest.fixture
 async def pair() -> AsyncIterator[NodePair]:
-    async with NodePair() as pair:
+    async with NodePair(settings=patient()) as pair:
         yield pair
+
+
+def patient(**fields: Any) -> KvTransferSettings:
+    """Nothing here ends by a time-out, however busy the machine is."""
+    return small_settings(**{"progress_timeout_s": 20.0, "handshake_timeout_s": 20.0, **fields})
 
 
 def need(scheme: str) -> None:
@@ -67,7 +74,7 @@ async def test_a_transfer_cancelled_at_any_message_frees_both_sides_once(scheme:
     need(scheme)
     brake = Brake()
     made = lambda: [FaultyTransport(fresh(scheme), brake)]  # noqa: E731
-    async with NodePair(transports=made, settings=small_settings(chunk_bytes=BLOCK_BYTES)) as pair:
+    async with NodePair(transports=made, settings=patient(chunk_bytes=BLOCK_BYTES)) as pair:
         stalling = pair.senders[0]._rt.transports[scheme]
         assert isinstance(stalling, FaultyTransport)
         for number, message in enumerate((0, 1, 4, 9), 1):
@@ -76,7 +83,7 @@ async def test_a_transfer_cancelled_at_any_message_frees_both_sides_once(scheme:
             await transfer.reserve()
             pull = asyncio.create_task(transfer.pull())
             transfer.gather()
-            await until(lambda number=number: stalling.injected[Fault.STALL] == number, 10.0)
+            await until(lambda number=number: stalling.injected[Fault.STALL] == number, 20.0)
             if who == "the pull":
                 pull.cancel()
             else:
@@ -85,11 +92,11 @@ async def test_a_transfer_cancelled_at_any_message_frees_both_sides_once(scheme:
             (ended,) = await asyncio.gather(pull, return_exceptions=True)
             assert isinstance(ended, SplitpointError | asyncio.CancelledError)
             assert transfer.scatter() == [None]
-            await pair.settled()
+            await pair.settled(15.0)
             # The next one finds nothing of it in its way.
             brake.at = None
-            await complete(pair.transfer(64 * BLOCK_TOKENS, scheme))
-            await pair.settled()
+            await complete(pair.transfer(16 * BLOCK_TOKENS, scheme))
+            await pair.settled(15.0)
         counters = pair.senders[0].counters()
         assert (counters["lease.released"], counters["lease.delivered"]) == (4, 4)
 
@@ -102,15 +109,15 @@ async def test_a_transfer_cancelled_while_its_gather_runs_is_freed_by_the_gather
     pull = asyncio.create_task(transfer.pull())
     transfer.gather(0, 4)
     transfer.gather(4, 8, ready=done.is_set)
-    await until(lambda: pair.receivers[0].status().session_states.get("receiving", 0) == 1, 10.0)
+    await until(lambda: pair.receivers[0].status().session_states.get("receiving", 0) == 1, 20.0)
     await pair.send_control.release(transfer.id, "client_left")
     await error_of(pull)
-    await until(lambda: pair.receivers[0].status().sessions == 0)
+    await until(lambda: pair.receivers[0].status().sessions == 0, 20.0)
     status = node.status()
     assert (status.send.used_bytes, status.send.quarantined_bytes) == (0, 10 * BLOCK_BYTES)
     assert not transfer.gather(8, 10), "the engine's next chunk finds no slot"
     done.set()
-    await pair.settled()
+    await pair.settled(15.0)
 
 
 # Expired ----------------------------------------------------------------------------------------------------------------
@@ -124,12 +131,12 @@ async def expire(node: KvNode, transfer: Transfer) -> None:
         lease = node._rt.leases.live(transfer.id)
         assert lease is not None
         lease.expires_at = node._rt.now()
-    await until(lambda: node.counters().get("expired.send") == 1, 10.0)
+    await until(lambda: node.counters().get("expired.send") == 1, 20.0)
 
 
 @pytest.mark.parametrize("moment", ["before the gather", "inside the gather", "while the device copies", "after the seal"])
 async def test_a_lease_that_expires_is_never_read_and_its_bytes_are_used_again(moment: str) -> None:
-    async with NodePair(settings=small_settings(**TIGHT)) as pair:
+    async with NodePair(settings=patient(**TIGHT)) as pair:
         node, late, copied = pair.senders[0], pair.transfer(128), threading.Event()
         await late.reserve()
         view = None
@@ -147,7 +154,7 @@ async def test_a_lease_that_expires_is_never_read_and_its_bytes_are_used_again(m
         reserving = asyncio.create_task(successor.reserve())
         if moment in ("inside the gather", "while the device copies"):
             assert node.status().send.quarantined_bytes == 8 * BLOCK_BYTES
-            await until(lambda: len(node._rt.send_room) == 1)
+            await until(lambda: len(node._rt.send_room) == 1, 20.0)
             if view is not None:
                 view[:] = late.data
                 node.commit_chunk(late.id, 0, 8, last=True)
@@ -159,24 +166,24 @@ async def test_a_lease_that_expires_is_never_read_and_its_bytes_are_used_again(m
         assert successor.gather()
         await successor.pull()
         assert_scattered(successor)
-        await pair.settled()
+        await pair.settled(15.0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_a_lease_that_expires_while_it_is_sent_fails_the_pull(scheme: str) -> None:
     need(scheme)
-    async with NodePair(settings=small_settings(**TIGHT), transports=lambda: [fresh(scheme)]) as pair:
+    async with NodePair(settings=patient(**TIGHT), transports=lambda: [fresh(scheme)]) as pair:
         late = pair.transfer(128, scheme)
         await late.reserve()
         pull = asyncio.create_task(late.pull())
         assert late.gather(0, 4)
-        await until(lambda: pair.receivers[0].status().session_states.get("receiving", 0) == 1, 10.0)
+        await until(lambda: pair.receivers[0].status().session_states.get("receiving", 0) == 1, 20.0)
         await expire(pair.senders[0], late)
         error = await error_of(pull)
         assert error.status.retryable
         assert late.scatter() == [None], "half of a prompt is nothing"
         await complete(pair.transfer(128, scheme))
-        await pair.settled()
+        await pair.settled(15.0)
 
 
 # Used again at once -----------------------------------------------------------------------------------------------------
@@ -186,9 +193,7 @@ async def test_a_lease_that_expires_while_it_is_sent_fails_the_pull(scheme: str)
 async def test_a_slot_taken_over_from_an_aborted_transfer_holds_its_own_bytes(scheme: str) -> None:
     """Staging of one prompt on either side, so that each transfer gets its aborted predecessor's very bytes."""
     need(scheme)
-    settings = small_settings(
-        send_staging_bytes=8 * BLOCK_BYTES, receive_staging_bytes=8 * BLOCK_BYTES, chunk_bytes=2 * BLOCK_BYTES
-    )
+    settings = patient(send_staging_bytes=8 * BLOCK_BYTES, receive_staging_bytes=8 * BLOCK_BYTES, chunk_bytes=2 * BLOCK_BYTES)
     rng = random.Random(7)
     async with NodePair(settings=settings, transports=lambda: [fresh(scheme)]) as pair:
         for _ in range(40):
@@ -203,7 +208,7 @@ async def test_a_slot_taken_over_from_an_aborted_transfer_holds_its_own_bytes(sc
             aborting = asyncio.gather(*(c.release(aborted.id, "abort") for c in (pair.send_control, pair.receive_control)))
             await complete(heir)
             await aborting
-        await pair.settled()
+        await pair.settled(15.0)
 
 
 # Many peers -------------------------------------------------------------------------------------------------------------
@@ -214,8 +219,8 @@ async def test_many_peers_at_once_reach_a_sender_whose_loop_stands_still(scheme:
     """All handshakes, connections and fetches arrive while the sender's event loop runs nothing; then all succeed."""
     need(scheme)
     made = lambda: [fresh(scheme)]  # noqa: E731
-    async with NodePair(transports=made) as pair:
-        others = [make_node(transports=made()) for _ in range(5)]
+    async with NodePair(settings=patient(), transports=made) as pair:
+        others = [make_node(patient(), transports=made()) for _ in range(5)]
         controls = []
         try:
             for node in others:
@@ -229,9 +234,9 @@ async def test_many_peers_at_once_reach_a_sender_whose_loop_stands_still(scheme:
                 transfers += [Transfer(mine, 33, scheme) for _ in range(4)]
             await asyncio.gather(*(transfer.reserve() for transfer in transfers))
             go_on = threading.Event()
-            pair.senders[0]._rt.loop.call_soon_threadsafe(go_on.wait, 10.0)
+            pair.senders[0]._rt.loop.call_soon_threadsafe(go_on.wait, 20.0)
             pulls = [asyncio.create_task(transfer.pull()) for transfer in transfers]
-            await until(lambda: sum(node.status().sessions for node in others) == len(transfers), 10.0)
+            await until(lambda: sum(node.status().sessions for node in others) == len(transfers), 20.0)
             assert not any(pull.done() for pull in pulls)
             go_on.set()
             for transfer in transfers:
@@ -240,7 +245,7 @@ async def test_many_peers_at_once_reach_a_sender_whose_loop_stands_still(scheme:
             for transfer in transfers:
                 assert_scattered(transfer)
             assert [node._rt.peers.handshakes for node in others] == [1] * len(others)
-            await pair.settled()
+            await pair.settled(15.0)
         finally:
             for control in controls:
                 await control.close()
@@ -252,7 +257,7 @@ async def test_many_peers_at_once_reach_a_sender_whose_loop_stands_still(scheme:
 
 
 async def test_a_node_that_cannot_listen_does_not_start() -> None:
-    node = make_node(small_settings(bind_host="192.0.2.1", advertise_host="192.0.2.1"))
+    node = make_node(patient(bind_host="192.0.2.1", advertise_host="192.0.2.1"))
     with pytest.raises((RuntimeError, OSError), match=r"192\.0\.2\.1"):
         await asyncio.to_thread(node.start)
 
@@ -265,14 +270,14 @@ async def test_a_ucx_that_does_not_open_does_not_start() -> None:
     with pytest.raises(base.TransportError) as caught:
         await transport.start()
     assert caught.value.reason == "refused"
-    node = make_node(small_settings(), transports=[transport])
+    node = make_node(patient(), transports=[transport])
     with pytest.raises(SplitpointError, match="no transport can start: ucx"):
         await asyncio.to_thread(node.start)
 
 
 async def test_a_sender_with_other_layers_is_refused_by_name() -> None:
     """As when one side speculates: a draft model's layers are KV that the other side does not have."""
-    async with NodePair(receiver_fields={"num_layers": 3}) as pair:
+    async with NodePair(settings=patient(), receiver_fields={"num_layers": 3}) as pair:
         transfer = pair.transfer(200)
         await transfer.reserve()
         assert transfer.gather()
@@ -281,4 +286,4 @@ async def test_a_sender_with_other_layers_is_refused_by_name() -> None:
         assert "num_layers" in error.message
         assert not np.any(pair.receivers[0]._rt.receive_memory), "not a byte has come"
         await pair.send_control.release(transfer.id, "test")
-        await pair.settled()
+        await pair.settled(15.0)
