@@ -221,6 +221,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                     incarnation=rt.incarnation,
                     num_chunks=index + 1,
                     bytes=lease.num_blocks * rt.block_bytes,
+                    rank=rt.rank,
                 )
             )
         return header

@@ -185,7 +185,9 @@ class ReceiveSession:
             "seal.prompt_tokens": (seal.prompt_tokens, expected.plan.prompt_tokens),
             "seal.incarnation": (seal.incarnation, expected.incarnation),
             "seal.num_chunks": (seal.num_chunks, header.index + 1),
-            "seal.bytes": (seal.bytes, expected.plan.total_bytes),
+            "seal.bytes": (seal.bytes, expected.plan.slot_bytes),
+            "seal.rank": (seal.rank, expected.plan.sender_rank),
+            "seal.ranks": (len(seal.ranks), 0),
         }
         for name, (got, due) in found.items():
             if got != due:

@@ -54,4 +54,4 @@ def test_the_canonical_form_does_not_confuse_neighbours() -> None:
 def test_the_fingerprint_is_stable_across_builds() -> None:
     # Two builds that agree on the protocol must agree on this, or their handshake refuses without a difference.
     assert fingerprint(base()).hex() == fingerprint(pb.KvCompatibility.FromString(base().SerializeToString())).hex()
-    assert canonical(pb.KvCompatibility()).startswith(b'["splitpoint kv compatibility",{"block_bytes_per_layer":0,')
+    assert canonical(pb.KvCompatibility()).startswith(b'["splitpoint kv compatibility",{"axes":"","block_bytes_per_layer":0,')

@@ -16,21 +16,44 @@ class TransferGrant(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class RankEndpoint(_message.Message):
-    __slots__ = ("rank", "address", "host_id", "incarnation", "ucx_worker_address")
+    __slots__ = ("rank", "address", "host_id", "incarnation", "ucx_worker_address", "holding", "transport_addresses")
+    class TransportAddressesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     UCX_WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     address: str
     host_id: str
     incarnation: str
     ucx_worker_address: bytes
-    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ...) -> None: ...
+    holding: KvHolding
+    transport_addresses: _containers.ScalarMap[str, bytes]
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., holding: _Optional[_Union[KvHolding, _Mapping]] = ..., transport_addresses: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
+class KvHolding(_message.Message):
+    __slots__ = ("first_layer", "num_layers", "first_head", "num_heads")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class KvCompatibility(_message.Message):
-    __slots__ = ("protocol_version", "model", "model_revision", "tokenizer_hash", "cache_dtype", "layout", "block_tokens", "num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size", "pipeline_parallel_size", "engine", "block_bytes_per_layer")
+    __slots__ = ("protocol_version", "model", "model_revision", "tokenizer_hash", "cache_dtype", "layout", "block_tokens", "num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size", "pipeline_parallel_size", "engine", "block_bytes_per_layer", "total_kv_heads", "first_kv_head", "total_layers", "first_layer", "axes", "kernel_block_tokens", "packing")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +68,13 @@ class KvCompatibility(_message.Message):
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_PER_LAYER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PACKING_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model: str
     model_revision: str
@@ -59,10 +89,17 @@ class KvCompatibility(_message.Message):
     pipeline_parallel_size: int
     engine: str
     block_bytes_per_layer: int
-    def __init__(self, protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., cache_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., engine: _Optional[str] = ..., block_bytes_per_layer: _Optional[int] = ...) -> None: ...
+    total_kv_heads: int
+    first_kv_head: int
+    total_layers: int
+    first_layer: int
+    axes: str
+    kernel_block_tokens: int
+    packing: str
+    def __init__(self, protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., cache_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., engine: _Optional[str] = ..., block_bytes_per_layer: _Optional[int] = ..., total_kv_heads: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., total_layers: _Optional[int] = ..., first_layer: _Optional[int] = ..., axes: _Optional[str] = ..., kernel_block_tokens: _Optional[int] = ..., packing: _Optional[str] = ...) -> None: ...
 
 class Seal(_message.Message):
-    __slots__ = ("transfer_id", "prompt_tokens", "token_hash", "fingerprint", "incarnation", "num_chunks", "bytes")
+    __slots__ = ("transfer_id", "prompt_tokens", "token_hash", "fingerprint", "incarnation", "num_chunks", "bytes", "rank", "ranks")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +107,8 @@ class Seal(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     prompt_tokens: int
     token_hash: bytes
@@ -77,7 +116,19 @@ class Seal(_message.Message):
     incarnation: str
     num_chunks: int
     bytes: int
-    def __init__(self, transfer_id: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., num_chunks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    rank: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankSeal]
+    def __init__(self, transfer_id: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., num_chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., rank: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankSeal, _Mapping]]] = ...) -> None: ...
+
+class RankSeal(_message.Message):
+    __slots__ = ("rank", "fingerprint", "bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    fingerprint: bytes
+    bytes: int
+    def __init__(self, rank: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("protocol_version", "fingerprint", "expected_incarnation", "compatibility")
@@ -92,14 +143,16 @@ class HandshakeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., expected_incarnation: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ...) -> None: ...
 
 class HandshakeResponse(_message.Message):
-    __slots__ = ("accepted", "mismatch", "endpoint")
+    __slots__ = ("accepted", "mismatch", "endpoint", "compatibility")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     MISMATCH_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     mismatch: str
     endpoint: RankEndpoint
-    def __init__(self, accepted: _Optional[bool] = ..., mismatch: _Optional[str] = ..., endpoint: _Optional[_Union[RankEndpoint, _Mapping]] = ...) -> None: ...
+    compatibility: KvCompatibility
+    def __init__(self, accepted: _Optional[bool] = ..., mismatch: _Optional[str] = ..., endpoint: _Optional[_Union[RankEndpoint, _Mapping]] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ...) -> None: ...
 
 class Checksum(_message.Message):
     __slots__ = ("algorithm", "value")
@@ -136,7 +189,7 @@ class ChunkHeader(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, _Mapping]] = ..., last: _Optional[bool] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., tag: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("grant", "attempt_id", "sender_incarnation", "receiver_incarnation", "transport", "ucx_worker_address", "receiver_host_id", "remaining_s")
+    __slots__ = ("grant", "attempt_id", "sender_incarnation", "receiver_incarnation", "transport", "ucx_worker_address", "receiver_host_id", "remaining_s", "receiver_rank", "receivers", "share", "max_chunk_bytes", "transport_address")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +198,11 @@ class FetchRequest(_message.Message):
     UCX_WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_HOST_ID_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_RANK_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     grant: TransferGrant
     attempt_id: str
     sender_incarnation: str
@@ -153,7 +211,12 @@ class FetchRequest(_message.Message):
     ucx_worker_address: bytes
     receiver_host_id: str
     remaining_s: float
-    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., receiver_host_id: _Optional[str] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+    receiver_rank: int
+    receivers: int
+    share: KvHolding
+    max_chunk_bytes: int
+    transport_address: bytes
+    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., receiver_host_id: _Optional[str] = ..., remaining_s: _Optional[float] = ..., receiver_rank: _Optional[int] = ..., receivers: _Optional[int] = ..., share: _Optional[_Union[KvHolding, _Mapping]] = ..., max_chunk_bytes: _Optional[int] = ..., transport_address: _Optional[bytes] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("header", "payload")
@@ -163,13 +226,27 @@ class FetchResponse(_message.Message):
     payload: bytes
     def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("incarnation", "expected_incarnation")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    expected_incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ..., expected_incarnation: _Optional[str] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class CompleteRequest(_message.Message):
-    __slots__ = ("grant", "outcome")
+    __slots__ = ("grant", "outcome", "receiver_rank")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_RANK_FIELD_NUMBER: _ClassVar[int]
     grant: TransferGrant
     outcome: str
-    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., outcome: _Optional[str] = ...) -> None: ...
+    receiver_rank: int
+    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., outcome: _Optional[str] = ..., receiver_rank: _Optional[int] = ...) -> None: ...
 
 class CompleteResponse(_message.Message):
     __slots__ = ()
@@ -196,7 +273,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("grant", "attempt_id", "sender", "prompt_tokens", "token_hash", "transport", "remaining_s", "staging_wait_s")
+    __slots__ = ("grant", "attempt_id", "sender", "prompt_tokens", "token_hash", "transport", "remaining_s", "staging_wait_s", "senders", "receivers")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +282,8 @@ class PullRequest(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     STAGING_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
     grant: TransferGrant
     attempt_id: str
     sender: RankEndpoint
@@ -213,19 +292,33 @@ class PullRequest(_message.Message):
     transport: str
     remaining_s: float
     staging_wait_s: float
-    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender: _Optional[_Union[RankEndpoint, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., transport: _Optional[str] = ..., remaining_s: _Optional[float] = ..., staging_wait_s: _Optional[float] = ...) -> None: ...
+    senders: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
+    receivers: _containers.RepeatedCompositeFieldContainer[KvHolding]
+    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender: _Optional[_Union[RankEndpoint, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., transport: _Optional[str] = ..., remaining_s: _Optional[float] = ..., staging_wait_s: _Optional[float] = ..., senders: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., receivers: _Optional[_Iterable[_Union[KvHolding, _Mapping]]] = ...) -> None: ...
+
+class PreparePullRequest(_message.Message):
+    __slots__ = ("pull",)
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    pull: PullRequest
+    def __init__(self, pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+
+class PreparePullResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("seal", "bytes", "seconds", "transport")
+    __slots__ = ("seal", "bytes", "seconds", "transport", "seals")
     SEAL_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    SEALS_FIELD_NUMBER: _ClassVar[int]
     seal: Seal
     bytes: int
     seconds: float
     transport: str
-    def __init__(self, seal: _Optional[_Union[Seal, _Mapping]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
+    seals: _containers.RepeatedCompositeFieldContainer[Seal]
+    def __init__(self, seal: _Optional[_Union[Seal, _Mapping]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., transport: _Optional[str] = ..., seals: _Optional[_Iterable[_Union[Seal, _Mapping]]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("transfer_id", "reason")

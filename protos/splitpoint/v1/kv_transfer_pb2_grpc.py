@@ -50,6 +50,11 @@ class KvTransferServiceStub:
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.CompleteRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.CompleteResponse.FromString,
                 _registered_method=True)
+        self.Heartbeat = channel.unary_unary(
+                '/splitpoint.v1.KvTransferService/Heartbeat',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.HeartbeatResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServiceServicer:
@@ -78,6 +83,13 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Heartbeat(self, request, context):
+        """From a receiver to every peer it pulls from, at a fixed interval: each side hears that the other one's process turns.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvTransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Complete,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.CompleteRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.HeartbeatRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.HeartbeatResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -189,6 +206,33 @@ class KvTransferService:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Heartbeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.KvTransferService/Heartbeat',
+            protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.HeartbeatRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class KvControlServiceStub:
     """A worker's own actor to its rank; guarded by the worker's control token.
@@ -204,6 +248,11 @@ class KvControlServiceStub:
                 '/splitpoint.v1.KvControlService/Reserve',
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.ReserveResponse.FromString,
+                _registered_method=True)
+        self.PreparePull = channel.unary_unary(
+                '/splitpoint.v1.KvControlService/PreparePull',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.PreparePullRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.PreparePullResponse.FromString,
                 _registered_method=True)
         self.Pull = channel.unary_unary(
                 '/splitpoint.v1.KvControlService/Pull',
@@ -233,6 +282,14 @@ class KvControlServiceServicer:
 
     def Reserve(self, request, context):
         """prefill side, before the engine sees the request
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PreparePull(self, request, context):
+        """Decode side: staging for a `Pull` that follows with the same request. A worker of several ranks asks them one after the
+        other, so that two transfers never hold a rank each and wait for the other's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -272,6 +329,11 @@ def add_KvControlServiceServicer_to_server(servicer, server):
                     servicer.Reserve,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.ReserveRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.ReserveResponse.SerializeToString,
+            ),
+            'PreparePull': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreparePull,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.PreparePullRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.PreparePullResponse.SerializeToString,
             ),
             'Pull': grpc.unary_unary_rpc_method_handler(
                     servicer.Pull,
@@ -322,6 +384,33 @@ class KvControlService:
             '/splitpoint.v1.KvControlService/Reserve',
             protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.ReserveRequest.SerializeToString,
             protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.ReserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreparePull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.KvControlService/PreparePull',
+            protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.PreparePullRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2.PreparePullResponse.FromString,
             options,
             channel_credentials,
             insecure,
