@@ -1,12 +1,19 @@
-"""CRC32C of staged bytes. Bound to a thread by its caller: never to the engine's."""
+"""CRC32C of staged bytes, on the host or where they lie. Bound to a thread by its caller: never to the engine's.
+
+Staging on the host has one CRC32C per message ("crc32c"); a device computes it piece by piece ("crc32c-8k", see
+kvtransfer/pieces.py). Either side can check either kind.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+import importlib
+from typing import Any, Literal
 
 import google_crc32c
 
-from kvtransfer.memory import as_host
+from kvtransfer import pieces
+from kvtransfer.memory import as_host, on_device
 from kvtransfer.transports.base import Memory
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -25,6 +32,31 @@ def crc32c(memory: Memory) -> int:
     return value
 
 
-def checksum(algorithm: Algorithm, memory: Memory) -> pb.Checksum:
-    """The checksum a chunk header carries; "off" has value 0."""
-    return pb.Checksum(algorithm=algorithm, value=crc32c(memory) if algorithm == "crc32c" else 0)
+def algorithm_for(setting: Algorithm, memory: Memory) -> str:
+    """What a sender computes over its staging under this setting."""
+    if setting == "off" or not on_device(memory):
+        return setting
+    return pieces.ALGORITHM
+
+
+def checksum(algorithm: str, memory: Memory) -> pb.Checksum:
+    """The checksum a chunk header carries; "off" has value 0.
+
+    Raises:
+        ValueError: no such algorithm.
+    """
+    if algorithm == "off":
+        value = 0
+    elif algorithm == "crc32c":
+        value = crc32c(memory)
+    elif algorithm == pieces.ALGORITHM:
+        value = _device().checksum(memory) if on_device(memory) else pieces.checksum(memory)
+    else:
+        raise ValueError(f"no checksum algorithm {algorithm!r}")
+    return pb.Checksum(algorithm=algorithm, value=value)
+
+
+@functools.cache
+def _device() -> Any:
+    # Triton and torch come only with an engine that has a GPU.
+    return importlib.import_module("kvtransfer.cuda_checksum")

@@ -18,6 +18,9 @@ class KvTransferSettings(BaseModel):
     default_transport: Literal["ucx", "grpc"] = Field("ucx", description="Asked for first, where it is one of `transports`.")
     send_staging_bytes: PositiveInt = 256 * MIB
     receive_staging_bytes: PositiveInt = 256 * MIB
+    staging_memory: Literal["auto", "host", "device"] = Field(
+        "auto", description="Where staging lies. auto: on the GPU if the engine's cache is there, and then outside the engine's share."
+    )
     checksum: Literal["crc32c", "off"] = "crc32c"
     ucx_same_host: Literal["contained", "direct"] = Field(
         "contained",

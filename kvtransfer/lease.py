@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from kvtransfer.machine import Machine, Refusal, Tombstones
 from kvtransfer.plan import blocks_for
@@ -115,6 +116,8 @@ class Lease:
         self.staged_blocks = 0
         self.views: set[tuple[int, int]] = set()
         self.gathers: deque[Gather] = deque()
+        self.crcs: list[tuple[int, int, Any]] = []
+        """First block, end block and their pieces' CRC32Cs (kvtransfer/pieces.py), where the gather computed them."""
         self.machine = Machine(f"lease {transfer_id.hex()}", TABLE, _S.RESERVED, now)
 
     @property

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,46 @@ def host_memory(num_bytes: int) -> Memory:
         with contextlib.suppress(OSError):  # a kernel without them: the same memory in small pages
             area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, dtype=np.uint8)
+
+
+def pinned_memory(num_bytes: int) -> Memory:
+    """Page-locked host memory, numpy: what a GPU copies to and from without its engine waiting. Needs torch with CUDA."""
+    return _torch().empty(num_bytes, dtype=_torch().uint8, pin_memory=True).numpy()
+
+
+def device_memory(device: Any) -> Callable[[int], Memory]:
+    """Makes memory on `device` (a torch device), not zeroed. What it makes is one allocation that peers of the host can map.
+
+    The function raises `MemoryError`, naming what to change, when the device has no room.
+    """
+
+    def allocate(num_bytes: int) -> Memory:
+        torch = _torch()
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except torch.cuda.OutOfMemoryError as exc:
+            free_bytes, _ = torch.cuda.mem_get_info(device)
+            raise MemoryError(
+                f"no {num_bytes} bytes of staging on {device}, {free_bytes} are free: lower the engine's share of it "
+                "(engine.kv_cache_bytes, or gpu_memory_utilization in engine.extra_arguments), "
+                'kvtransfer.send_staging_bytes and receive_staging_bytes, or set kvtransfer.staging_memory = "host"'
+            ) from exc
+
+    return allocate
+
+
+def on_device(memory: Memory) -> bool:
+    """Whether the bytes lie on a GPU; None has none."""
+    return memory is not None and not isinstance(memory, np.ndarray) and memory.device.type != "cpu"
+
+
+def use_device_of(memory: Memory) -> None:
+    """Make the calling thread work on the GPU where `memory` lies; nothing for host memory.
+
+    A thread that has not been told works on GPU 0, and its first call takes half a gigabyte there.
+    """
+    if on_device(memory):
+        _torch().cuda.set_device(memory.device)
 
 
 def as_host(memory: Memory) -> np.ndarray:
@@ -51,5 +92,10 @@ def copy_into(target: Memory, source: Any) -> None:
         if target.device.type == "cpu":
             target.numpy()[:] = source
             return
-        source = sys.modules["torch"].from_numpy(source)
+        source = _torch().from_numpy(source)
     target.copy_(source)
+
+
+def _torch() -> Any:
+    # Only ever called by somebody who has a tensor or a CUDA device already.
+    return sys.modules["torch"]

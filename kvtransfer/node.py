@@ -17,7 +17,7 @@ import grpc
 
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control_service import KvControlServicer
-from kvtransfer.memory import host_memory
+from kvtransfer.memory import host_memory, use_device_of
 from kvtransfer.peers import Peers
 from kvtransfer.push import KvTransferServicer
 from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id, host_port
@@ -154,15 +154,27 @@ class KvNode:
         return rt.send_memory[start : start + num_blocks * rt.block_bytes].reshape(num_blocks, rt.block_bytes)
 
     def commit_chunk(
-        self, transfer_id: bytes, first_block: int, num_blocks: int, *, last: bool, ready: Callable[[], bool] | None = None
+        self,
+        transfer_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        *,
+        last: bool,
+        ready: Callable[[], bool] | None = None,
+        crcs: Any = None,
     ) -> None:
-        """These blocks are written, or will be when `ready()` is True (a device event's query; polled on the node's thread).
+        """These blocks are written, or will be when `ready()` is True (a device event's query; if it has `wait()`, the node
+        waits for it on a thread instead of asking again). `crcs`: the CRC32C of each piece of these blocks
+        (kvtransfer/pieces.py), final when they are.
 
         Chunks are committed in block order without gaps; `last` exactly with the prompt's last block. Anything else fails the
         transfer, which its receiver hears.
         """
         rt = self._rt
         with rt.lock:
+            lease = rt.leases.live(transfer_id)
+            if lease is not None and crcs is not None:
+                lease.crcs.append((first_block, first_block + num_blocks, crcs))
             actions = rt.leases.commit(transfer_id, first_block, num_blocks, last=last, ready=ready, now=rt.now())
         rt.follow_from_engine(transfer_id, actions)
 
@@ -189,9 +201,13 @@ class KvNode:
             slot = session.hold.slot
         return rt.receive_memory[slot.offset : slot.offset + slot.num_bytes].reshape(-1, rt.block_bytes)
 
-    def scattered(self, transfer_id: bytes) -> None:
-        """This rank is done with the slot, or never needed it. Repeating it is counted and changes nothing."""
+    def scattered(self, transfer_id: bytes, *, ready: Callable[[], bool] | None = None) -> None:
+        """This rank is done with the slot, or will be when `ready()` is True, or never needed it. Repeating it is counted and
+        changes nothing."""
         rt = self._rt
+        if ready is not None:
+            rt.scattered_when(transfer_id, ready)
+            return
         with rt.lock:
             rt.sessions.scattered(transfer_id, rt.now())
         rt.follow_from_engine(transfer_id, ())
@@ -207,6 +223,7 @@ class KvNode:
     # -- the node's own thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        use_device_of(self._rt.receive_memory)
         with asyncio.Runner() as runner:
             runner.get_loop().set_exception_handler(_quiet_poller)
             try:
@@ -244,6 +261,7 @@ class KvNode:
             for transport in rt.transports.values():
                 await transport.stop()
             rt.executor.shutdown(wait=True)
+            rt.waiters.shutdown(wait=True)
 
     async def _start_transports(self) -> None:
         rt = self._rt

@@ -15,7 +15,7 @@ from kvtransfer.plan import PlanError, TransferPlan, plan_transfer
 from kvtransfer.rpc import is_peer_lost
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.session import Expected, ReceiveSession, RejectedChunkError, SessionEvent
-from kvtransfer.transports.base import Memory, ReceiveChannel, Transport, TransportError
+from kvtransfer.transports.base import ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -234,7 +234,8 @@ class Puller:
                 continue
             progress.open_chunk = False
             await self._checked(progress)
-            progress.check = asyncio.create_task(self._check(session, header))
+            value = channel.landed_crc32c(header.index) if isinstance(channel, ChecksAsItLands) else None
+            progress.check = asyncio.create_task(self._check(session, header, value))
             if header.last:
                 await self._checked(progress)
                 return
@@ -244,9 +245,13 @@ class Puller:
             check, progress.check = progress.check, None
             await check
 
-    async def _check(self, session: ReceiveSession, header: pb.ChunkHeader) -> bool:
+    async def _check(self, session: ReceiveSession, header: pb.ChunkHeader, crc32c: int | None) -> bool:
         rt = self._rt
-        checksum = await rt.checksum(self._memory(session, header.offset, header.offset + header.bytes))
+        memory = self._memory(session, header.offset, header.offset + header.bytes)
+        if crc32c is None:
+            checksum = await rt.checksum(memory, header.checksum.algorithm)
+        else:
+            checksum = pb.Checksum(algorithm="crc32c", value=crc32c)
         with rt.lock:
             return session.landed(header.index, checksum, rt.now())
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from kvtransfer import pieces
+from kvtransfer.checksum import algorithm_for
 from kvtransfer.layout import first_difference
 from kvtransfer.lease import Lease
 from kvtransfer.machine import Refusal
 from kvtransfer.plan import BlockRange, next_chunk
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
-from kvtransfer.transports.base import Memory, SendChannel, TransportError
+from kvtransfer.transports.base import Memory, ReadByPeer, SendChannel, TransportError
 from kvtransfer.wire import SERVICE, serialize_fetch
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import abort
@@ -36,6 +39,7 @@ class _Chunk:
 class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
     def __init__(self, runtime: NodeRuntime) -> None:
         self._rt = runtime
+        self._read_by_peer: dict[bytes, tuple[Lease, ReadByPeer]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`. `Fetch` gets the serializer that does not copy its payload."""
@@ -93,6 +97,8 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 rt.leases.drained(lease)
             rt.follow(transfer_id, actions)
             await abort(context, rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{exc.reason}: {exc}")))
+        if isinstance(channel, ReadByPeer):
+            self._read_by_peer[transfer_id] = lease, channel
         sending = rt.fetches[transfer_id] = asyncio.create_task(self._send(lease, channel, context, deadline))
         failure: SplitpointError | None = None
         why = "the peer left"
@@ -128,6 +134,10 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             actions = rt.leases.completed(transfer_id, request.grant.capability, outcome, rt.now())
         if not known:
             rt.metrics.late("complete")
+        # It frees bytes, also when the lease is over already, so it needs the capability.
+        lease, channel = self._read_by_peer.get(transfer_id, (None, None))
+        if lease is not None and hmac.compare_digest(lease.capability, request.grant.capability):
+            channel.peer_done()
         rt.follow(transfer_id, actions)
         return pb.CompleteResponse()
 
@@ -187,12 +197,22 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             blocks = next_chunk(first_block, staged, rt.block_bytes, rt.settings.chunk_bytes)
             if blocks is not None:
                 payload = self._payload(lease, blocks)
-                return _Chunk(blocks, self._header(lease, index, blocks, await rt.checksum(payload)), payload)
+                checksum = await self._checksum(lease, blocks, payload)
+                return _Chunk(blocks, self._header(lease, index, blocks, checksum), payload)
             try:
                 await rt.bell.wait(lease.transfer_id, max(0.0, deadline - rt.now()))
             except TimeoutError:
                 text = f"{staged} of {lease.num_blocks} blocks were staged when the time was over"
                 raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
+
+    async def _checksum(self, lease: Lease, blocks: BlockRange, payload: Memory) -> pb.Checksum:
+        """Of one chunk: out of what the gather computed on the device, or computed now."""
+        rt = self._rt
+        if algorithm_for(rt.settings.checksum, payload) == pieces.ALGORITHM:
+            crcs = pieces.covering(lease.crcs, blocks.first, blocks.end, rt.block_bytes)
+            if crcs is not None:
+                return pb.Checksum(algorithm=pieces.ALGORITHM, value=pieces.combine(crcs))
+        return await rt.checksum(payload)
 
     def _payload(self, lease: Lease, chunk: BlockRange) -> Memory:
         start = lease.slot.offset
@@ -238,6 +258,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 break
         if not closed:
             await channel.close()
+        self._read_by_peer.pop(lease.transfer_id, None)
         with rt.lock:
             rt.leases.drained(lease)
         rt.follow(lease.transfer_id, ())

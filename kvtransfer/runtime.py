@@ -7,6 +7,7 @@ here belongs to the node's loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -14,11 +15,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.checksum import checksum
+from kvtransfer.checksum import algorithm_for, checksum
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.layout import fingerprint
 from kvtransfer.lease import Action, Lease, LeaseTable
 from kvtransfer.machine import Refusal
+from kvtransfer.memory import use_device_of
 from kvtransfer.metrics import KvMetrics
 from kvtransfer.peers import Peers
 from kvtransfer.sessions import SessionTable
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 SWEEP_S = 0.25
 DRAIN_POLL_S = 0.25
 GATHER_POLL_S = 0.0002
+DEVICE_WAITERS = 8
 
 
 class NodeRuntime:
@@ -79,8 +82,11 @@ class NodeRuntime:
         self.receive_room = RoomQueue(self.receive, self.lock)
         self.bell = Bell()
         self.tasks = Tasks(self._background_failed)
-        self.peers = Peers(self.compatibility, self.fingerprint, self.settings.handshake_timeout_s)
-        self.executor = ThreadPoolExecutor(2, thread_name_prefix=f"kv-checksum-{self.rank}")
+        self.peers = Peers(self.compatibility, self.fingerprint, self.settings.handshake_timeout_s, self.settings.tls)
+        on_device = functools.partial(use_device_of, self.receive_memory)
+        self.executor = ThreadPoolExecutor(2, thread_name_prefix=f"kv-checksum-{self.rank}", initializer=on_device)
+        # Threads that sleep until a GPU has done a copy; they start with the first one.
+        self.waiters = ThreadPoolExecutor(DEVICE_WAITERS, thread_name_prefix=f"kv-device-{self.rank}", initializer=on_device)
 
     @staticmethod
     def now() -> float:
@@ -115,6 +121,24 @@ class NodeRuntime:
             self._polling.add(lease.transfer_id)
             self.tasks.spawn(f"gather {lease.transfer_id.hex()}", self._poll_gathers(lease))
 
+    def scattered_when(self, transfer_id: bytes, ready: Callable[[], bool]) -> None:
+        """The engine's reading of a receive slot is over when `ready()` is True; until then the slot is not used again. From the
+        engine's thread."""
+
+        def watch() -> None:
+            self.tasks.spawn(f"scatter {transfer_id.hex()}", self._scattered(transfer_id, ready))
+
+        try:
+            self.loop.call_soon_threadsafe(watch)
+        except RuntimeError:
+            self.metrics.event("engine_call_after_stop")
+
+    async def _scattered(self, transfer_id: bytes, ready: Callable[[], bool]) -> None:
+        await self.until_ready(ready)
+        with self.lock:
+            self.sessions.scattered(transfer_id, self.now())
+        self.follow(transfer_id, ())
+
     async def _poll_gathers(self, lease: Lease) -> None:
         """Until every gather of this lease is done on its device. It outlives the lease: the slot is pinned meanwhile."""
         try:
@@ -123,14 +147,21 @@ class NodeRuntime:
                     gather = lease.gathers[0] if lease.gathers else None
                 if gather is None:
                     return
-                if gather.ready is None or gather.ready():
-                    with self.lock:
-                        self.leases.settle(lease)
-                    self.follow(lease.transfer_id, [Action.WAKE])
-                else:
-                    await asyncio.sleep(GATHER_POLL_S)
+                if gather.ready is not None:
+                    await self.until_ready(gather.ready)
+                with self.lock:
+                    self.leases.settle(lease)
+                self.follow(lease.transfer_id, [Action.WAKE])
         finally:
             self._polling.discard(lease.transfer_id)
+
+    async def until_ready(self, ready: Callable[[], bool]) -> None:
+        """Until `ready()` is True. One that has `wait()` is waited for on a thread: asyncio's timers tick in milliseconds."""
+        wait: Callable[[], None] | None = getattr(ready, "wait", None)
+        if wait is not None and not ready():
+            await self.loop.run_in_executor(self.waiters, wait)
+        while not ready():  # noqa: ASYNC110 - a device's event wakes nobody
+            await asyncio.sleep(GATHER_POLL_S)
 
     async def sweep(self) -> None:
         """End what has outlived its deadline, for as long as the node runs."""
@@ -179,9 +210,10 @@ class NodeRuntime:
         self.recent_errors.append(error)
         return error
 
-    async def checksum(self, memory: Memory) -> pb.Checksum:
-        """Of staged bytes, computed off the loop."""
-        algorithm = self.settings.checksum
+    async def checksum(self, memory: Memory, algorithm: str | None = None) -> pb.Checksum:
+        """Of staged bytes, computed off the loop. `algorithm` None: what this rank sends with."""
+        if algorithm is None:
+            algorithm = algorithm_for(self.settings.checksum, memory)
         if algorithm == "off":
             return checksum(algorithm, memory)
         return await self.loop.run_in_executor(self.executor, checksum, algorithm, memory)

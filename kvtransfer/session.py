@@ -53,6 +53,8 @@ TABLE: dict[tuple[SessionState, SessionEvent], SessionState] = {
 }
 ENDED = (_S.SCATTERED, _S.FAILED, _S.ABANDONED)
 RECEIVE, SCATTER = "receive", "scatter"  # pins of a session's slot
+ACCEPTED = {"crc32c": ("crc32c", "crc32c-8k"), "off": ("off",)}
+"""Checksum algorithms that satisfy a setting: a sender with staging on a device computes CRC32C piece by piece there."""
 
 
 class RejectedChunkError(ValueError):
@@ -133,7 +135,7 @@ class ReceiveSession:
         end = header.offset + header.bytes
         if end > plan.total_bytes or header.last != (end == plan.total_bytes):
             raise RejectedChunkError("bounds", f"bytes {header.offset} to {end} (last: {header.last}) of {plan.total_bytes}")
-        if header.checksum.algorithm != expected.checksum:
+        if header.checksum.algorithm not in ACCEPTED[expected.checksum]:
             raise RejectedChunkError(
                 "algorithm", f"checksum {header.checksum.algorithm!r} where {expected.checksum!r} is required"
             )

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from kvtransfer.connector.cuda_blocks import DeviceCopy
 
 BlockArray = Any
 """Rows of blocks, uint8: a NumPy array, or a torch tensor where staging is device memory."""
@@ -93,45 +96,40 @@ class EngineBlocks:
             self._segments.append((offset, segment))
             offset += segment.shape[1]
         self._on_host = self.device.type == "cpu"
+        self._cuda: Any = None
+        if not self._on_host:
+            # Needs Triton, which only GPU builds of torch bring.
+            from kvtransfer.connector.cuda_blocks import CudaBlocks
+
+            self._cuda = CudaBlocks(self._segments, self.block_bytes, self.device)
         self._host: list[tuple[int, np.ndarray]] = []
         if self._on_host:
             self._host = [(start, segment.numpy()) for start, segment in self._segments]
 
-    def gather(self, block_ids: Sequence[int], rows: BlockArray) -> torch.cuda.Event | None:
+    def gather(self, block_ids: Sequence[int], rows: BlockArray) -> DeviceCopy | None:
         """Copy engine blocks into `rows` `[len(block_ids), block_bytes]`.
 
-        Returns None when the bytes are there already, or an event of the current stream after which they are. The blocks may
-        be written again by anything that comes later on that stream.
+        Returns None when the bytes are there already, or the copy that will bring them. The blocks may be written again by
+        anything that comes later on the current stream.
         """
-        if self._on_host:
-            for row, block in zip(rows, block_ids, strict=True):
-                for start, source in self._host:
-                    row[start : start + source.shape[1]] = source[block]
-            return None
-        index = torch.tensor(list(block_ids), dtype=torch.long, device=self.device)
-        packed = torch.empty((len(block_ids), self.block_bytes), dtype=torch.uint8, device=self.device)
-        for start, segment in self._segments:
-            packed[:, start : start + segment.shape[1]] = segment.index_select(0, index)
-        _as_tensor(rows).copy_(packed, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        if not self._on_host:
+            copy: DeviceCopy = self._cuda.gather(block_ids, _as_tensor(rows))
+            return copy
+        for row, block in zip(rows, block_ids, strict=True):
+            for start, source in self._host:
+                row[start : start + source.shape[1]] = source[block]
+        return None
 
-    def scatter(self, rows: BlockArray, block_ids: Sequence[int]) -> None:
-        """Copy `rows` into engine blocks. On return `rows` is no longer read; on a GPU the blocks are complete for whatever
-        comes later on the current stream."""
-        if self._on_host:
-            for row, block in zip(rows, block_ids, strict=True):
-                for start, target in self._host:
-                    target[block] = row[start : start + target.shape[1]]
-            return
-        index = torch.tensor(list(block_ids), dtype=torch.long, device=self.device)
-        # A blocking copy: the slot is given back when this returns.
-        packed = _as_tensor(rows).to(self.device, copy=True)
-        for start, segment in self._segments:
-            segment.index_copy_(0, index, packed[:, start : start + segment.shape[1]])
-        if packed.device == _as_tensor(rows).device:
-            torch.cuda.current_stream(self.device).synchronize()
+    def scatter(self, rows: BlockArray, block_ids: Sequence[int]) -> DeviceCopy | None:
+        """Copy `rows` into engine blocks. Returns None when that is done, or the copy that still reads `rows`; the blocks are
+        complete for whatever comes later on the current stream."""
+        if not self._on_host:
+            copy: DeviceCopy = self._cuda.scatter(_as_tensor(rows), block_ids)
+            return copy
+        for row, block in zip(rows, block_ids, strict=True):
+            for start, target in self._host:
+                target[block] = row[start : start + target.shape[1]]
+        return None
 
     def digests(self, block_ids: Sequence[int]) -> list[str]:
         """A hash of each engine block's bytes over all layers, for tests. Waits for the device."""

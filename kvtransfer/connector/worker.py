@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -19,7 +19,8 @@ from kvtransfer.config import KvTransferSettings
 from kvtransfer.connector.blocks import BlockArray, EngineBlocks
 from kvtransfer.connector.scheduler import Gather, Scatter, StepPlan
 from kvtransfer.layout import PROTOCOL_VERSION
-from kvtransfer.memory import host_memory
+from kvtransfer.memory import device_memory, host_memory, pinned_memory
+from kvtransfer.transports.base import Memory
 from protos.ids import Incarnation, TransferId
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -42,11 +43,12 @@ class Node(Protocol):
         *,
         last: bool,
         ready: Callable[[], bool] | None = None,
+        crcs: Any = None,
     ) -> None: ...
 
     def receive_view(self, transfer_id: TransferId) -> BlockArray | None: ...
 
-    def scattered(self, transfer_id: TransferId) -> None: ...
+    def scattered(self, transfer_id: TransferId, *, ready: Callable[[], bool] | None = None) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -126,7 +128,7 @@ class WorkerHalf:
             compatibility=self._compatibility(blocks, facts),
             block_bytes=blocks.block_bytes,
             control_token=self._settings.control_token,
-            memory=host_memory if blocks.device.type == "cpu" else _pinned_memory,
+            memory=staging_allocator(self._settings.settings.staging_memory, blocks.device),
         )
         self.attach(blocks, node)
         endpoint = node.start()
@@ -174,11 +176,11 @@ class WorkerHalf:
             # is then refused by the seal check, never served from half a slot.
             logger.debug("transfer %s: no send slot at block %d", gather.transfer_id.hex(), gather.first_block)
             return
-        event = blocks.gather(gather.block_ids, rows.reshape(count, blocks.block_bytes))
+        copy = blocks.gather(gather.block_ids, rows.reshape(count, blocks.block_bytes))
         if self._probe is not None:
             self._probe("gather", gather.transfer_id, gather.first_block, blocks.digests(gather.block_ids))
-        ready = None if event is None else event.query
-        node.commit_chunk(gather.transfer_id, gather.first_block, count, last=gather.last, ready=ready)
+        crcs = None if copy is None else copy.crcs
+        node.commit_chunk(gather.transfer_id, gather.first_block, count, last=gather.last, ready=copy, crcs=crcs)
 
     def _scatter(self, scatter: Scatter) -> None:
         node, blocks = self._need_node(), self._need_blocks()
@@ -200,10 +202,10 @@ class WorkerHalf:
             if rows is not None:
                 node.scattered(scatter.transfer_id)
             return
-        blocks.scatter(rows[scatter.first_block : scatter.first_block + count], scatter.block_ids)
+        copy = blocks.scatter(rows[scatter.first_block : scatter.first_block + count], scatter.block_ids)
         if self._probe is not None:
             self._probe("scatter", scatter.transfer_id, scatter.first_block, blocks.digests(scatter.block_ids))
-        node.scattered(scatter.transfer_id)
+        node.scattered(scatter.transfer_id, ready=copy)
 
     def _compatibility(self, blocks: EngineBlocks, facts: CacheFacts) -> pb.KvCompatibility:
         return pb.KvCompatibility(
@@ -234,9 +236,18 @@ class WorkerHalf:
         return self._blocks
 
 
-def _pinned_memory(num_bytes: int) -> Any:
-    """Page-locked host memory, so that a gather on a GPU does not wait for its copy."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+def staging_allocator(where: Literal["auto", "host", "device"], device: torch.device) -> Callable[[int], Memory]:
+    """Makes this rank's staging: on the GPU of its cache, or on the host, page-locked where a GPU copies to it. "auto": where the
+    cache is.
+
+    Raises:
+        ValueError: staging on a device is asked for and the engine has none.
+    """
+    if device.type == "cpu":
+        if where == "device":
+            raise ValueError('kvtransfer.staging_memory = "device", but this engine computes on the CPU')
+        return host_memory
+    return pinned_memory if where == "host" else device_memory(device)
 
 
 def _file_probe() -> Probe | None:

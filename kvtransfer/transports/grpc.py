@@ -6,10 +6,13 @@ is made, so the slot is free of this transport the moment the stream ends, whate
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import cast
 
-from kvtransfer.memory import as_host, copy_into
+import numpy as np
+
+from kvtransfer.bounce import Bounce
+from kvtransfer.memory import as_host, copy_into, on_device
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.wire import Piece
@@ -24,14 +27,25 @@ class GrpcSendChannel:
     def __init__(self, message_bytes: int) -> None:
         self._message_bytes = message_bytes
         self._closed = False
+        self._bounce: Bounce | None = None
 
     async def send(self, header: pb.ChunkHeader, payload: Memory) -> AsyncIterator[pb.FetchResponse]:
-        host = as_host(payload)
-        for start in range(0, len(host), self._message_bytes):
+        start = 0
+        for piece in self._pieces(payload):
             if self._closed:
                 raise TransportError("closed", f"the channel was closed at byte {start} of chunk {header.index}")
             # Serialised, and so copied out of the slot, before the node awaits anything.
-            yield cast(pb.FetchResponse, Piece(header if start == 0 else None, host[start : start + self._message_bytes]))
+            yield cast(pb.FetchResponse, Piece(header if start == 0 else None, piece))
+            start += len(piece)
+
+    def _pieces(self, payload: Memory) -> Iterator[np.ndarray]:
+        if on_device(payload):
+            self._bounce = self._bounce or Bounce(payload, self._message_bytes)
+            yield from self._bounce.pieces(payload)
+            return
+        host = as_host(payload)
+        for start in range(0, len(host), self._message_bytes):
+            yield host[start : start + self._message_bytes]
 
     async def drained(self, timeout_s: float) -> bool:
         return True
@@ -41,7 +55,9 @@ class GrpcSendChannel:
 
 
 class GrpcReceiveChannel:
-    def __init__(self) -> None:
+    def __init__(self, message_bytes: int) -> None:
+        self._message_bytes = message_bytes
+        self._bounce: Bounce | None = None
         self._header: pb.ChunkHeader | None = None
         self._target: Memory = None
         self._landed = 0
@@ -60,17 +76,28 @@ class GrpcReceiveChannel:
         end = self._landed + len(response.payload)
         if len(response.payload) == 0 or end > header.bytes:
             raise TransportError("corrupt", f"chunk {header.index}: {end} bytes where {header.bytes} were announced")
-        copy_into(self._target[self._landed : end], response.payload)
+        self._land(self._target[self._landed : end], response.payload)
         self._landed = end
         if end < header.bytes:
             return None
+        if self._bounce is not None:
+            self._bounce.finish()
         self._header = self._target = None
         return header
+
+    def _land(self, target: Memory, payload: bytes) -> None:
+        if not on_device(target):
+            copy_into(target, payload)
+            return
+        self._bounce = self._bounce or Bounce(target, self._message_bytes)
+        self._bounce.land(target, payload)
 
     async def drained(self, timeout_s: float) -> bool:
         return True
 
     async def close(self) -> None:
+        if self._bounce is not None:
+            self._bounce.finish()
         self._header = self._target = None
 
 
@@ -92,7 +119,7 @@ class GrpcTransport:
         return GrpcSendChannel(self._message_bytes)
 
     def open_receive(self, sender: pb.RankEndpoint, request: pb.FetchRequest) -> GrpcReceiveChannel:
-        return GrpcReceiveChannel()
+        return GrpcReceiveChannel(self._message_bytes)
 
     def peer_died(self, incarnation: str) -> None:
         return

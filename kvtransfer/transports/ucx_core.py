@@ -109,8 +109,10 @@ class _State:
 class UcxCore:
     """A rank's UCX worker. Every method is called on the event loop on which `start` was."""
 
-    def __init__(self, net_devices: str = "") -> None:
-        """`net_devices`: as `UCX_NET_DEVICES`; empty leaves the choice to UCX and its environment."""
+    def __init__(self, net_devices: str = "", prepare_thread: Callable[[], None] = lambda: None) -> None:
+        """`net_devices`: as `UCX_NET_DEVICES`; empty leaves the choice to UCX and its environment. `prepare_thread` runs first on
+        the thread that drives UCX."""
+        self._prepare_thread = prepare_thread
         self._config = {"NET_DEVICES": net_devices} if net_devices else {}
         self._state = _State()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -208,6 +210,7 @@ class UcxCore:
     def _run(self, ready: asyncio.Future[str]) -> None:
         state = self._state
         try:
+            self._prepare_thread()
             state.context = ucx.UCXContext(self._config, feature_flags=(ucx.Feature.TAG,))
             state.worker = ucx.UCXWorker(state.context)
             self.address = state.worker.address.tobytes()

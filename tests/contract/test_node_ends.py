@@ -261,7 +261,7 @@ async def test_a_pull_that_ends_leaves_no_checksum_behind(pair: NodePair, caplog
     runtime = pair.receivers[0]._rt
     begun, go_on = threading.Event(), asyncio.Event()
 
-    async def slow(memory: object) -> pb.Checksum:
+    async def slow(memory: object, algorithm: str | None = None) -> pb.Checksum:
         begun.set()
         await go_on.wait()
         return pb.Checksum(algorithm="crc32c", value=1)

@@ -43,15 +43,24 @@ class RememberingNode:
         return None if slot is None else slot[first_block : first_block + num_blocks]
 
     def commit_chunk(
-        self, transfer_id: bytes, first_block: int, num_blocks: int, *, last: bool, ready: Callable[[], bool] | None = None
+        self,
+        transfer_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        *,
+        last: bool,
+        ready: Callable[[], bool] | None = None,
+        crcs: object = None,
     ) -> None:
         assert ready is None, "host copies are done when they return"
+        assert crcs is None, "host copies compute no checksum"
         self.committed.append((transfer_id, first_block, num_blocks, last))
 
     def receive_view(self, transfer_id: bytes) -> np.ndarray | None:
         return self.receive.get(transfer_id)
 
-    def scattered(self, transfer_id: bytes) -> None:
+    def scattered(self, transfer_id: bytes, *, ready: Callable[[], bool] | None = None) -> None:
+        assert ready is None, "host copies are done when they return"
         self.given_back.append(transfer_id)
 
     def stop(self) -> None:

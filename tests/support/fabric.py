@@ -110,7 +110,9 @@ class MemoryNode:
             return None
         return slot.memory[first_block : first_block + num_blocks]
 
-    def commit_chunk(self, transfer_id: bytes, first_block: int, num_blocks: int, *, last: bool, ready: Any = None) -> None:
+    def commit_chunk(
+        self, transfer_id: bytes, first_block: int, num_blocks: int, *, last: bool, ready: Any = None, crcs: Any = None
+    ) -> None:
         slot = self.send.get(transfer_id)
         if slot is not None and last:
             slot.complete.set()
@@ -122,7 +124,7 @@ class MemoryNode:
         slot = self.receive.get(transfer_id)
         return slot.memory if slot is not None and slot.complete.is_set() else None
 
-    def scattered(self, transfer_id: bytes) -> None:
+    def scattered(self, transfer_id: bytes, *, ready: Any = None) -> None:
         self.events["scattered"] += 1
         self.free(self.receive, transfer_id)
 
