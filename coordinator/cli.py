@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from coordinator.compare.workload_cli import app as workload_app
 from coordinator.planning.cli import app as plan_app
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 models_app = typer.Typer(no_args_is_help=True, help="Model checkpoints.")
 app.add_typer(models_app, name="models")
 app.add_typer(plan_app, name="plan")
+app.add_typer(workload_app, name="workload")
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
 

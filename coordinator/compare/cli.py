@@ -28,16 +28,27 @@ def compare(
     target: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a gateway; else its admin is asked.")] = "",
     admin: Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="Admin address.")] = DEFAULT_ADMIN,
     url: Annotated[str, typer.Option(metavar="URL", help="Of the gateways that admin knows, the one with this URL.")] = "",
+    workload: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML; `splitpoint workload describe` shows it.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Of the workload; repeatable.")] = None,
     api_key: Annotated[str, typer.Option(envvar="SPLITPOINT_API_KEY", help="Bearer key, where the gateway asks for one.")] = "",
 ) -> None:
     """Send one workload through both paths of a running system, and judge which pays."""
     from coordinator.compare.report import show
     from coordinator.compare.run import ComparisonError
     from coordinator.compare.run import quick as run
+    from coordinator.compare.sources import read
+    from coordinator.compare.traces import WorkloadError
 
     if not quick:
         raise typer.BadParameter("only the short comparison is here; give --quick")
+    if sets and workload is None:
+        raise typer.BadParameter("changes the workload that --workload names", param_hint="--set")
     errors = Console(stderr=True)
+    try:
+        material = None if workload is None else read(workload, sets or ())
+    except WorkloadError as error:
+        errors.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
     found_target, manifest = _ask_admin(admin, url)
     target = target or found_target
     if not target:
@@ -52,8 +63,8 @@ def compare(
             def say(text: str, share: float) -> None:
                 progress.update(task, description=text, completed=share, refresh=True)
 
-            record = asyncio.run(run(target, json_path=json_path, manifest=manifest, say=say, api_key=api_key))
-    except (ComparisonError, OSError) as error:
+            record = asyncio.run(run(target, json_path=json_path, manifest=manifest, say=say, api_key=api_key, material=material))
+    except (ComparisonError, WorkloadError, OSError) as error:
         errors.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None
     console = Console()

@@ -23,13 +23,14 @@ from coordinator.compare.load import (
     run_probe,
 )
 from coordinator.compare.notes import NOT_MEASURED, knee_notes, to_settle, void_notes
-from coordinator.compare.plan import TAIL_E2ES, QuickPlan, Step, plan_quick
+from coordinator.compare.plan import TAIL_E2ES, QuickPlan, plan_quick
 from coordinator.compare.record import Record, utc_now, write
+from coordinator.compare.sources import Material
 from coordinator.compare.stats import knee, log_ratios
 from coordinator.compare.summary import arm, summarise
 from coordinator.compare.undisturbed import CLIENT_NICE, prompt_client
 from coordinator.compare.verdict import MARGIN, judge
-from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
+from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, lengths, make
 
 BUDGET_S = 78.0
 """The command has 90 s, with its own start and the last request's end."""
@@ -42,6 +43,8 @@ CALIBRATION_REQUESTS = 4
 CALIBRATION_SEED = 0
 REQUEST_DEADLINE_S = 20.0
 
+Workloads = Callable[[int, int], Workload]
+"""The workload of a seed and a number of requests, before its salt."""
 Say = Callable[[str, float], None]
 """Told what happens now and the share of the whole that is done."""
 
@@ -67,13 +70,16 @@ async def quick(
     budget_s: float | None = None,
     say: Say = lambda text, share: None,
     api_key: str = "",
+    material: Material | None = None,
 ) -> Record:
     """Compare the two paths behind the gRPC gateway `target` (host:port); with `json_path` the record is written too.
 
-    It ends within `budget_s` (default `BUDGET_S`) and one request's time, measuring less where the system is slow.
+    `material` is sent instead of short prompts of `PROMPT_TOKENS`. It ends within `budget_s` (default `BUDGET_S`) and one
+    request's time, measuring less where the system is slow.
 
     Raises:
         ComparisonError: the service cannot be reached, or one of the paths serves nothing.
+        WorkloadError: `material` makes no workload.
         OSError: the record cannot be written.
     """
     with prompt_client() as nice:
@@ -82,8 +88,12 @@ async def quick(
                 model = await client.model(5.0)
             except RequestFailedError as error:
                 raise ComparisonError(f"{target}: {error}") from error
-            record = await compare_paths(client, target=target, model=model, budget_s=budget_s or BUDGET_S, say=say)
+            workloads = short_prompts if material is None else material.workload
+            record = await compare_paths(
+                client, target=target, model=model, budget_s=budget_s or BUDGET_S, say=say, workloads=workloads
+            )
     record.manifest = manifest or {}
+    record.source = {} if material is None else material.source.model_dump(mode="json")
     record.client_nice = nice
     if nice > CLIENT_NICE and any(probe.void for probe in record.probes):
         record.notes.append(f"the client may not raise its priority (niceness {nice}); with that right it would be on time more")
@@ -92,29 +102,30 @@ async def quick(
     return record
 
 
-async def compare_paths(client: Client, *, target: str, model: str, budget_s: float, say: Say) -> Record:
+async def compare_paths(client: Client, *, target: str, model: str, budget_s: float, say: Say, workloads: Workloads) -> Record:
     """The comparison itself, over any client. Raises `ComparisonError`."""
     began, started_at = time.perf_counter(), utc_now()
     # Prefix caches outlive a comparison: this run's prompts must be new to them too.
     run_salt = f"{time.time_ns():x}"
     say("unloaded, one request at a time", 0.0)
-    calibration = await calibrate(client, run_salt)
+    calibration = await calibrate(client, run_salt, workloads)
     left_s = budget_s - (time.perf_counter() - began)
     plan = plan_quick(calibration.e2e_s, left_s)
-    probes, notes = await _run_plan(client, plan, calibration, run_salt, began + budget_s, say)
+    probes, notes = await _run_plan(client, plan, calibration, run_salt, began + budget_s, say, workloads)
     notes += void_notes(probes)
     slo = calibration.slo
     knees, differences, floor = goodputs(plan, probes, slo)
     notes += knee_notes(knees) + to_settle(knees, probes)
-    specs = [_spec(seed, plan.requests) for seed in plan.seeds]
+    sent = [workloads(seed, plan.requests) for seed in plan.seeds]
     return Record(
         kind="quick",
         target=target,
         model=model,
         started_at=started_at,
         wall_s=time.perf_counter() - began,
-        workloads=specs,
-        workload_digests={str(spec.seed): make(spec).digest for spec in specs},
+        workloads=[workload.spec for workload in sent],
+        workload_digests={str(workload.spec.seed): workload.source_digest or workload.digest for workload in sent},
+        lengths=lengths(sent),
         slo=slo,
         slo_multiples={"ttft": TTFT_MULTIPLE, "tpot": TPOT_MULTIPLE},
         rates_per_s=list(plan.rates_per_s),
@@ -127,15 +138,15 @@ async def compare_paths(client: Client, *, target: str, model: str, budget_s: fl
     )
 
 
-async def calibrate(client: Client, run_salt: str) -> Calibration:
+async def calibrate(client: Client, run_salt: str, workloads: Workloads) -> Calibration:
     """A warm-up and a few requests per path, one at a time, paths alternating. Raises `ComparisonError`."""
-    workload = make(_spec(CALIBRATION_SEED, CALIBRATION_REQUESTS))
+    workload = workloads(CALIBRATION_SEED, CALIBRATION_REQUESTS)
     outcomes: dict[str, list[Outcome]] = {path: [] for path in PATHS}
     for path in PATHS:
         await _unloaded(client, workload.salted(f"{run_salt}/warm/{path}").requests[0], path)
     for index in range(CALIBRATION_REQUESTS):
         for path in PATHS:
-            request = workload.salted(f"{run_salt}/unloaded/{path}").requests[index]
+            request = workload.salted(f"{run_salt}/unloaded/{path}").requests[index % len(workload.requests)]
             outcomes[path].append(await _unloaded(client, request, path))
     base = summarise("colocated", outcomes["colocated"], None)
     if base.ttft is None or base.tpot is None or base.e2e is None or base.e2e.p50 <= 0:
@@ -180,7 +191,7 @@ def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[d
 
 
 async def _run_plan(
-    client: Client, plan: QuickPlan, calibration: Calibration, run_salt: str, end_at: float, say: Say
+    client: Client, plan: QuickPlan, calibration: Calibration, run_salt: str, end_at: float, say: Say, workloads: Workloads
 ) -> tuple[list[Probe], list[str]]:
     """Every step, until the next would end after `end_at` (perf_counter)."""
     probes: list[Probe] = []
@@ -189,7 +200,7 @@ async def _run_plan(
         if time.perf_counter() + expected_s > end_at:
             return probes, [f"out of time after {number} of {len(plan.steps)} probes"]
         say(f"{step.path} at {step.rate_per_s:.2f} requests/s, seed {step.seed}", number / len(plan.steps))
-        workload = _workload(plan, step, f"{run_salt}/{number}")
+        workload = workloads(step.seed, plan.requests).salted(f"{run_salt}/{number}")
         deadline_s = min(REQUEST_DEADLINE_S, max(1.0, end_at - time.perf_counter()))
         probe = await run_probe(
             client,
@@ -204,12 +215,9 @@ async def _run_plan(
     return probes, []
 
 
-def _workload(plan: QuickPlan, step: Step, salt: str) -> Workload:
-    return make(_spec(step.seed, plan.requests)).salted(salt)
-
-
-def _spec(seed: int, requests: int) -> WorkloadSpec:
-    return WorkloadSpec(seed=seed, requests=requests, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS)
+def short_prompts(seed: int, requests: int) -> Workload:
+    """The workload of a comparison that names none."""
+    return make(WorkloadSpec(seed=seed, requests=requests, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS))
 
 
 def _probes(plan: QuickPlan, probes: Sequence[Probe], seed: int, path: str, half: int | None) -> list[Probe]:

@@ -1,7 +1,8 @@
 """One workload per seed: gaps at unit rate, prompts, output lengths. Pure.
 
 The same sequence serves every arm and every rate: a rate only scales the gaps. Prompts are token ids, so their lengths are
-exact, and no two share a prefix; a salt of equal length makes each probe's prompts new to every prefix cache.
+exact. A salt of equal length makes each probe's prompts new to every prefix cache; within a probe, prompts that share a beginning
+still do.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import dataclasses
 import hashlib
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from coordinator.compare.draw import percentile_row
 
 SALT_TOKENS = 4
 """At the head of a prompt: a prefix cache finds nothing behind a first block that differs."""
@@ -42,17 +46,21 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """`gap`: time since the request before, at one request a second on average."""
+    """`gap`: time since the request before, at one request a second on average. Requests of one `group` are salted alike."""
 
     gap: float
     prompt_token_ids: tuple[int, ...]
     output_tokens: int
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """`source_digest` names the specification's sequence that it was made from, "" where there is none."""
+
     spec: WorkloadSpec
     requests: tuple[PlannedRequest, ...]
+    source_digest: str = ""
 
     @property
     def digest(self) -> str:
@@ -68,10 +76,11 @@ class Workload:
 
     def salted(self, salt: str) -> Workload:
         """The same lengths and gaps with prompts that begin anew; the same salt gives the same prompts."""
-        return Workload(self.spec, tuple(self._salt(i, request, salt) for i, request in enumerate(self.requests)))
+        salted = tuple(self._salt(i, request, salt) for i, request in enumerate(self.requests))
+        return Workload(self.spec, salted, self.source_digest)
 
     def _salt(self, index: int, request: PlannedRequest, salt: str) -> PlannedRequest:
-        digest = hashlib.sha256(f"{self.spec.seed}/{index}/{salt}".encode()).digest()
+        digest = hashlib.sha256(f"{self.spec.seed}/{request.group or index}/{salt}".encode()).digest()
         span = self.spec.end_token - self.spec.first_token
         words = (int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(SALT_TOKENS))
         head = tuple(self.spec.first_token + word % span for word in words)
@@ -89,3 +98,11 @@ def make(spec: WorkloadSpec) -> Workload:
         ids = generator.integers(spec.first_token, spec.end_token, prompt)
         requests.append(PlannedRequest(gap, tuple(ids.tolist()), output))
     return Workload(spec, tuple(requests))
+
+
+def lengths(workloads: Sequence[Workload]) -> dict[str, dict[str, float]]:
+    """Of all requests of these: mean, p50, p95 (observed values), min and max of `input` and `output` tokens."""
+    requests = [request for workload in workloads for request in workload.requests]
+    inputs = np.array([len(request.prompt_token_ids) for request in requests])
+    outputs = np.array([request.output_tokens for request in requests])
+    return {"input": percentile_row(inputs), "output": percentile_row(outputs)}

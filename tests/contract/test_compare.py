@@ -18,6 +18,7 @@ from coordinator.compare import cli, load
 from coordinator.compare.load import GrpcClient, Slo, run_one_at_a_time, run_probe
 from coordinator.compare.report import show
 from coordinator.compare.run import ComparisonError, quick
+from coordinator.compare.sources import read
 from coordinator.compare.verdict import Verdict
 from coordinator.compare.workload import WorkloadSpec, make
 from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -203,11 +204,39 @@ async def test_the_command(service: tuple[FakeService, str], tmp_path: Path, mon
     assert json.loads(path.read_text())["kind"] == "quick"
 
 
+async def test_the_command_sends_the_workload_that_is_named(
+    service: tuple[FakeService, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, target = service
+    monkeypatch.setattr("coordinator.compare.run.BUDGET_S", 3.0)
+    workload, path = tmp_path / "w.toml", tmp_path / "out.json"
+    workload.write_text(
+        'kind = "synthetic"\ninput = {kind = "fixed", tokens = 11}\noutput = {kind = "fixed", tokens = 3}\n'
+        'prefix = {kind = "pool", count = 1, tokens = 32}\n'
+    )
+    arguments = ["--quick", "--json", str(path), "--target", target, "--admin", "127.0.0.1:1", "--workload", str(workload)]
+    assert await asyncio.to_thread(cli.main, [*arguments, "--set", "input.tokens=9"]) == 0
+    written = json.loads(path.read_text())
+    assert written["source"]["prefix"]["tokens"] == 32
+    assert written["lengths"]["input"]["mean"] == 41
+    assert written["lengths"]["output"]["max"] == 3
+    shapes = read(workload, ["input.tokens=9"]).shapes(1, written["workloads"][0]["requests"])
+    assert written["workload_digests"]["1"] == shapes.digest
+    assert {len(request.tokenized.input_ids) for request, _ in fake.requests} == {41}
+    prefixes = {tuple(request.tokenized.input_ids[:32]) for request, _ in fake.requests}
+    # One a probe, and per path one for the warm-up and one for the unloaded requests.
+    assert len(prefixes) == len(written["probes"]) + 4
+
+
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "--quick" in capsys.readouterr().err
     assert cli.main(["--quick", "--admin", "127.0.0.1:1"]) == 1
     assert "no gateway" in capsys.readouterr().err
+    assert cli.main(["--quick", "--workload", "no-such-file.toml"]) == 1
+    assert "No such file" in capsys.readouterr().err
+    assert cli.main(["--quick", "--set", "requests=3"]) == 2
+    assert "--workload" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.0005, 0.3, 12.0])
