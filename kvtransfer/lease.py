@@ -26,7 +26,7 @@ class LeaseState(StrEnum):
     SEALED = "sealed"
     FETCHING = "fetching"  # the peer asked, the engine still gathers
     SENDING = "sending"  # the peer asked, everything is staged
-    SENT = "sent"  # all on its way, the peer has not confirmed
+    SENT = "sent"  # all on its way to every receiver, not all have confirmed
     DELIVERED = "delivered"
     RELEASED = "released"
     EXPIRED = "expired"
@@ -37,10 +37,10 @@ class LeaseEvent(StrEnum):
     COMMIT = "commit"
     SEAL = "seal"  # the commit of the last block
     FETCH = "fetch"
-    SENT = "sent"
-    BROKEN = "broken"  # the peer's stream ended early
-    DELIVERED = "delivered"  # the peer has verified everything
-    GAVE_UP = "gave_up"  # the peer says that it will not
+    SENT = "sent"  # to the last receiver
+    BROKEN = "broken"  # a receiver's stream ended early
+    DELIVERED = "delivered"  # the last receiver has verified its share
+    GAVE_UP = "gave_up"  # a receiver says that it will not
     RELEASE = "release"
     EXPIRE = "expire"
     FAIL = "fail"  # the engine staged something else than was reserved
@@ -58,11 +58,11 @@ TABLE: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
     (_S.SEALED, _E.FETCH): _S.SENDING,
     (_S.FETCHING, _E.COMMIT): _S.FETCHING,
     (_S.FETCHING, _E.SEAL): _S.SENDING,
+    (_S.FETCHING, _E.FETCH): _S.FETCHING,  # another receiver, for its own share
+    (_S.SENDING, _E.FETCH): _S.SENDING,
     (_S.FETCHING, _E.BROKEN): _S.RELEASED,
     (_S.SENDING, _E.BROKEN): _S.RELEASED,
     (_S.SENDING, _E.SENT): _S.SENT,
-    # The peer's confirmation can overtake our own notice that the last message went out.
-    (_S.SENDING, _E.DELIVERED): _S.DELIVERED,
     (_S.SENT, _E.DELIVERED): _S.DELIVERED,
     **{(state, _E.GAVE_UP): _S.RELEASED for state in LIVE},
     **{(state, _E.RELEASE): _S.RELEASED for state in LIVE},
@@ -90,7 +90,11 @@ GATHER, SEND = "gather", "send"  # pins of a lease's slot
 
 
 class Lease:
-    """One transfer's send slot. `staged_blocks` of it hold final bytes; `committed_blocks` may still be being copied."""
+    """One transfer's send slot. `staged_blocks` of it hold final bytes; `committed_blocks` may still be being copied.
+
+    `receivers` ranks fetch it, each once (0: none has fetched and said how many). Ranks are in `fetched`, then in `sent_to`, then
+    in `delivered_to`.
+    """
 
     def __init__(
         self,
@@ -116,6 +120,10 @@ class Lease:
         self.staged_blocks = 0
         self.views: set[tuple[int, int]] = set()
         self.gathers: deque[Gather] = deque()
+        self.receivers = 0
+        self.fetched: set[int] = set()
+        self.sent_to: set[int] = set()
+        self.delivered_to: set[int] = set()
         self.crcs: list[tuple[int, int, Any]] = []
         """First block, end block and their pieces' CRC32Cs (kvtransfer/pieces.py), where the gather computed them."""
         self.machine = Machine(f"lease {transfer_id.hex()}", TABLE, _S.RESERVED, now)
@@ -284,36 +292,47 @@ class LeaseTable:
 
     # -- the peer ----------------------------------------------------------------------------------------------------
 
-    def fetch(self, transfer_id: bytes, capability: bytes, now: float) -> Lease | Refusal | None:
-        """Begin to send. None: not reserved yet, the caller may wait. The capability is spent by the first success."""
+    def fetch(
+        self, transfer_id: bytes, capability: bytes, now: float, *, receiver: int = 0, receivers: int = 1
+    ) -> Lease | Refusal | None:
+        """Begin to send to rank `receiver`, one of `receivers` that take a share. None: not reserved yet, the caller may wait.
+        The capability is spent by each receiver's first success; the first of them says how many there are."""
         lease = self._live.get(transfer_id)
         if lease is None:
             ended = self.tombstones.get(transfer_id)
             return None if ended is None else self._refuse("fetch_after_end", f"this transfer is over: {ended}")
         if not hmac.compare_digest(lease.capability, capability):
             return self._refuse("capability", "the capability is not this transfer's")
-        if not lease.machine.allows(_E.FETCH):
+        if receivers < 1 or (lease.fetched and receivers != lease.receivers):
+            return self._refuse("receivers", f"{receivers} receivers where {lease.receivers} were announced")
+        if receiver in lease.fetched or len(lease.fetched) == receivers or not lease.machine.allows(_E.FETCH):
             return self._refuse("fetch_again", "this transfer was already fetched; a capability is used once")
-        lease.machine.fire(_E.FETCH, now)
+        lease.machine.fire(_E.FETCH, now, f"rank {receiver} of {receivers}")
+        lease.receivers = receivers
+        lease.fetched.add(receiver)
         lease.hold.pin(SEND)
         return lease
 
-    def sent(self, lease: Lease, now: float) -> None:
-        """The last chunk of this lease is on its way."""
-        if lease.machine.allows(_E.SENT):
+    def sent(self, lease: Lease, now: float, *, receiver: int = 0) -> None:
+        """The last chunk for this receiver is on its way."""
+        lease.sent_to.add(receiver)
+        if len(lease.sent_to) == lease.receivers and lease.machine.allows(_E.SENT):
             lease.machine.fire(_E.SENT, now)
 
-    def broken(self, lease: Lease, reason: str, now: float) -> list[Action]:
-        """The peer's stream ended before everything was sent."""
-        return self._end(lease, _E.BROKEN, reason, now) if lease.machine.allows(_E.BROKEN) else []
+    def broken(self, lease: Lease, reason: str, now: float, *, receiver: int = 0) -> list[Action]:
+        """A receiver's stream ended before everything was sent to it: nobody can use the transfer any more."""
+        if receiver in lease.sent_to or not lease.machine.allows(_E.BROKEN):
+            return []
+        return self._end(lease, _E.BROKEN, reason, now)
 
     def drained(self, lease: Lease) -> None:
         """The channel of this lease can read its slot no more. Called once for each successful `fetch`."""
         lease.hold.unpin(SEND)
         self._forget_if_freed(lease)
 
-    def completed(self, transfer_id: bytes, capability: bytes, outcome: str, now: float) -> list[Action]:
-        """The peer's last word. Unknown, late and forged ones are counted."""
+    def completed(self, transfer_id: bytes, capability: bytes, outcome: str, now: float, *, receiver: int = 0) -> list[Action]:
+        """A receiver's last word. The lease is over when every receiver has its share, or one gives up. Unknown, late, repeated
+        and forged ones are counted."""
         lease = self._live.get(transfer_id)
         if lease is None:
             self.counters["complete_after_end" if self.tombstones.get(transfer_id) else "complete_unknown"] += 1
@@ -321,11 +340,18 @@ class LeaseTable:
         if not hmac.compare_digest(lease.capability, capability):
             self.counters["capability"] += 1
             return []
-        event = _E.DELIVERED if outcome == "delivered" else _E.GAVE_UP
-        if not lease.machine.allows(event):
+        if outcome != "delivered":
+            return self._end(lease, _E.GAVE_UP, outcome, now)
+        if receiver not in lease.fetched or lease.state not in (_S.SENDING, _S.SENT):
             self.counters["complete_early"] += 1
             return []
-        return self._end(lease, event, outcome, now)
+        if receiver in lease.delivered_to:
+            self.counters["complete_again"] += 1
+            return []
+        # The confirmation can overtake our own notice that the last message went out.
+        self.sent(lease, now, receiver=receiver)
+        lease.delivered_to.add(receiver)
+        return self._end(lease, _E.DELIVERED, outcome, now) if len(lease.delivered_to) == lease.receivers else []
 
     # -- endings -----------------------------------------------------------------------------------------------------
 
@@ -339,8 +365,9 @@ class LeaseTable:
         self.tombstones.add(lease.transfer_id, f"{state} ({reason})")
         lease.hold.end()
         self._forget_if_freed(lease)
-        # A broken stream has ended by itself; a delivered one ends by itself when its last message is out.
-        return [Action.WAKE, Action.END_FETCH] if fetched and event not in (_E.BROKEN, _E.DELIVERED) else [Action.WAKE]
+        # A broken stream has ended by itself, other receivers' have not; a delivered one ends when its last message is out.
+        over_by_itself = event is _E.DELIVERED or (event is _E.BROKEN and lease.receivers == 1)
+        return [Action.WAKE, Action.END_FETCH] if fetched and not over_by_itself else [Action.WAKE]
 
     def _forget_if_freed(self, lease: Lease) -> None:
         if lease.hold.freed:

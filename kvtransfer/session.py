@@ -1,12 +1,13 @@
 """The decode side of one rank: one receive session per transfer, from the first header to the engine's scatter.
 
-Pure. `verified` is reached only when every chunk came in order and in bounds, of one generation, with the right checksum, the
-byte count is whole, and the seal is of the prompt, the layout and the process that was asked (rule 3).
+Pure. `verified` is reached only when every chunk of every sender came in order and in bounds, of one generation, with the right
+checksum, the byte count is whole, and each seal is of the prompt, the layout and the rank that was asked (rule 3).
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,7 +68,7 @@ class RejectedChunkError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the receiver knows before the first byte, from its own actor and the handshake."""
+    """What the receiver knows of one sender's share before the first byte, from its own actor and the handshake."""
 
     transfer_id: bytes
     plan: TransferPlan
@@ -75,48 +76,23 @@ class Expected:
     fingerprint: bytes
     incarnation: str
     checksum: str
+    max_chunk_bytes: int = 1 << 62
 
 
-class ReceiveSession:
-    """One transfer's way into one slot. `hold` is None until staging was found."""
+class Inflow:
+    """One sender's share: the chunks it announces, in order, and which of them have landed."""
 
-    def __init__(self, transfer_id: bytes, *, expires_at: float, now: float) -> None:
-        self.transfer_id = transfer_id
-        self.expires_at = expires_at
-        self.hold: SlotHold | None = None
-        self.expected: Expected | None = None
+    def __init__(self, expected: Expected) -> None:
+        self.expected = expected
         self.seal: pb.Seal | None = None
-        self.reason = ""
-        self.machine = Machine(f"session {transfer_id.hex()}", TABLE, _S.WAITING, now)
+        """The sender's, once every chunk has landed."""
         self._announced: list[tuple[pb.ChunkHeader, bool]] = []
         self._announced_bytes = 0
         self._landed = 0
 
-    @property
-    def state(self) -> SessionState:
-        return self.machine.state
-
-    @property
-    def ended(self) -> bool:
-        return self.state in ENDED
-
-    @property
-    def readable(self) -> bool:
-        """An engine may take the slot."""
-        return self.machine.allows(SessionEvent.TAKE)
-
-    def begin(self, expected: Expected, hold: SlotHold) -> None:
-        """The slot is there and the request goes out."""
-        self.expected = expected
-        self.hold = hold
-
-    def announce(self, header: pb.ChunkHeader, now: float) -> tuple[int, int]:
-        """Check a header against everything known; the byte range of the slot that its payload fills.
-
-        Raises:
-            RejectedChunkError: wrong transfer, order, generation, bounds, or a payload after the last one.
-        """
-        expected = self._expected()
+    def announce(self, header: pb.ChunkHeader) -> tuple[int, int]:
+        """As `ReceiveSession.announce`."""
+        expected = self.expected
         plan = expected.plan
         if header.transfer_id != expected.transfer_id:
             raise RejectedChunkError("transfer_id", f"chunk of transfer {header.transfer_id.hex()}")
@@ -132,6 +108,8 @@ class ReceiveSession:
             )
         if header.num_blocks == 0 or header.bytes != header.num_blocks * plan.block_bytes:
             raise RejectedChunkError("bytes", f"{header.bytes} bytes for {header.num_blocks} blocks of {plan.block_bytes}")
+        if header.bytes > expected.max_chunk_bytes:
+            raise RejectedChunkError("bytes", f"{header.bytes} bytes in a chunk of at most {expected.max_chunk_bytes}")
         end = header.offset + header.bytes
         if end > plan.total_bytes or header.last != (end == plan.total_bytes):
             raise RejectedChunkError("bounds", f"bytes {header.offset} to {end} (last: {header.last}) of {plan.total_bytes}")
@@ -141,17 +119,12 @@ class ReceiveSession:
             )
         if header.last:
             self._check_seal(header)
-        self.machine.fire(_E.HEADER, now, str(header.index))
         self._announced.append((header, False))
         self._announced_bytes = end
         return header.offset, end
 
-    def landed(self, index: int, checksum: pb.Checksum, now: float) -> bool:
-        """Chunk `index` lies in the slot and has this checksum there. True when that made the session `verified`.
-
-        Raises:
-            RejectedChunkError: the checksum differs, or the chunk was not announced or landed before.
-        """
+    def landed(self, index: int, checksum: pb.Checksum) -> bool:
+        """As `ReceiveSession.landed`, True when this share is whole."""
         if index >= len(self._announced) or self._announced[index][1]:
             raise RejectedChunkError("order", f"chunk {index} landed twice or unannounced")
         header = self._announced[index][0]
@@ -162,26 +135,10 @@ class ReceiveSession:
         if self._landed < len(self._announced) or not self._announced[-1][0].last:
             return False
         self.seal = self._announced[-1][0].seal
-        self.machine.fire(_E.VERIFY, now)
         return True
-
-    def end(self, event: SessionEvent, reason: str, now: float) -> bool:
-        """`FAIL`, `ABANDON` or `SCATTERED`. Idempotent: False when it had ended before or the event came too late."""
-        if not self.machine.allows(event):
-            return False
-        self.machine.fire(event, now, reason)
-        self.reason = reason
-        if self.hold is not None:
-            self.hold.end()
-        return True
-
-    def _expected(self) -> Expected:
-        if self.expected is None:
-            raise RejectedChunkError("order", "a chunk before anything was asked for")
-        return self.expected
 
     def _check_seal(self, header: pb.ChunkHeader) -> None:
-        expected, seal = self._expected(), header.seal
+        expected, seal = self.expected, header.seal
         found: dict[str, tuple[object, object]] = {
             "seal.transfer_id": (seal.transfer_id, expected.transfer_id),
             "seal.prompt_tokens": (seal.prompt_tokens, expected.plan.prompt_tokens),
@@ -200,3 +157,91 @@ class ReceiveSession:
         ):
             if not hmac.compare_digest(got_bytes, due_bytes):
                 raise RejectedChunkError(name, f"{name}: {got_bytes.hex()} where {due_bytes.hex()} is due")
+
+
+class ReceiveSession:
+    """One transfer's way into one slot, from one sender or several. `hold` is None until staging was found."""
+
+    def __init__(self, transfer_id: bytes, *, expires_at: float, now: float) -> None:
+        self.transfer_id = transfer_id
+        self.expires_at = expires_at
+        self.hold: SlotHold | None = None
+        self.content_bytes = 0
+        """What of the slot is the engine's; behind it shares land that must be rearranged."""
+        self.inflows: tuple[Inflow, ...] = ()
+        self.reason = ""
+        self.machine = Machine(f"session {transfer_id.hex()}", TABLE, _S.WAITING, now)
+
+    @property
+    def state(self) -> SessionState:
+        return self.machine.state
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def readable(self) -> bool:
+        """An engine may take the slot."""
+        return self.machine.allows(SessionEvent.TAKE)
+
+    @property
+    def expected(self) -> Expected | None:
+        """Of the first sender."""
+        return self.inflows[0].expected if self.inflows else None
+
+    @property
+    def seals(self) -> tuple[pb.Seal, ...]:
+        """Every sender's, once all is verified."""
+        return tuple(inflow.seal for inflow in self.inflows if inflow.seal is not None)
+
+    @property
+    def seal(self) -> pb.Seal | None:
+        """The first sender's."""
+        return self.inflows[0].seal if self.inflows else None
+
+    def begin(self, expected: Expected | Sequence[Expected], hold: SlotHold, content_bytes: int | None = None) -> None:
+        """The slot is there and the requests go out, one for each of `expected`. `content_bytes` None: the whole slot."""
+        several = (expected,) if isinstance(expected, Expected) else tuple(expected)
+        self.inflows = tuple(Inflow(one) for one in several)
+        self.content_bytes = hold.slot.num_bytes if content_bytes is None else content_bytes
+        self.hold = hold
+
+    def announce(self, header: pb.ChunkHeader, now: float, *, source: int = 0) -> tuple[int, int]:
+        """Check a header of the `source`-th sender against everything known; the byte range of its share that its payload
+        fills.
+
+        Raises:
+            RejectedChunkError: wrong transfer, order, generation, bounds, or a payload after the last one.
+        """
+        found = self._inflow(source).announce(header)
+        self.machine.fire(_E.HEADER, now, str(header.index))
+        return found
+
+    def landed(self, index: int, checksum: pb.Checksum, now: float, *, source: int = 0) -> bool:
+        """Chunk `index` of the `source`-th sender lies in the slot and had this checksum when it landed. True when that made
+        the session `verified`: every chunk of every sender is there.
+
+        Raises:
+            RejectedChunkError: the checksum differs, or the chunk was not announced or landed before.
+        """
+        whole = self._inflow(source).landed(index, checksum)
+        if not whole or any(inflow.seal is None for inflow in self.inflows):
+            return False
+        self.machine.fire(_E.VERIFY, now)
+        return True
+
+    def end(self, event: SessionEvent, reason: str, now: float) -> bool:
+        """`FAIL`, `ABANDON` or `SCATTERED`. Idempotent: False when it had ended before or the event came too late."""
+        if not self.machine.allows(event):
+            return False
+        self.machine.fire(event, now, reason)
+        self.reason = reason
+        if self.hold is not None:
+            self.hold.end()
+        return True
+
+    def _inflow(self, source: int) -> Inflow:
+        if not self.inflows:
+            raise RejectedChunkError("order", "a chunk before anything was asked for")
+        return self.inflows[source]

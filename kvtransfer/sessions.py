@@ -4,7 +4,7 @@ pinned. Pure, like the lease table; not thread-safe."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvtransfer.machine import Refusal, Tombstones
 from kvtransfer.session import RECEIVE, SCATTER, Expected, ReceiveSession, SessionEvent, SessionState
@@ -44,20 +44,41 @@ class SessionTable:
         session = self._live[transfer_id] = ReceiveSession(transfer_id, expires_at=expires_at, now=now)
         return session
 
-    def begin(self, session: ReceiveSession, slot: Slot, expected: Expected) -> None:
-        """Give it its slot, pinned until `drained`. When the session ended meanwhile the slot is free again."""
+    def begin(
+        self,
+        session: ReceiveSession,
+        slot: Slot,
+        expected: Expected | Sequence[Expected],
+        content_bytes: int | None = None,
+    ) -> None:
+        """Give it its slot, pinned until `drained` as often as there are senders. When the session ended meanwhile the slot is
+        free again."""
         hold = SlotHold(self.staging, slot)
         if session.ended:
             hold.end()
             return
-        hold.pin(RECEIVE)
-        session.begin(expected, hold)
+        session.begin(expected, hold, content_bytes)
+        for _ in session.inflows:
+            hold.pin(RECEIVE)
 
     def drained(self, session: ReceiveSession) -> None:
-        """The channel can write into the slot no more. Called once for each `begin` that gave a slot."""
+        """One sender's channel can write into the slot no more. Called once for each sender of a `begin` that gave a slot."""
         if session.hold is not None:
             session.hold.unpin(RECEIVE)
             self._forget_if_freed(session)
+
+    def rest(self, session: ReceiveSession) -> None:
+        """After `begin`: no sender is asked yet, so nothing can write into the slot; an end gives it back at once."""
+        for _ in session.inflows:
+            self.drained(session)
+
+    def resume(self, session: ReceiveSession) -> bool:
+        """After `rest`: the senders are asked now. False when the session ended meanwhile."""
+        if session.ended or session.hold is None:
+            return False
+        for _ in session.inflows:
+            session.hold.pin(RECEIVE)
+        return True
 
     def end(self, session: ReceiveSession, event: SessionEvent, reason: str, now: float) -> None:
         """`FAIL` or `ABANDON`. Idempotent."""

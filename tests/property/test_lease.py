@@ -27,7 +27,12 @@ class Messages(RuleBasedStateMachine):
         self.ids = [bytes(16)]
         self.reserved: set[bytes] = set()
         self.released: set[bytes] = set()
-        self.fetched: dict[int, Lease] = {}
+        self.fetched: list[tuple[Lease, int]] = []
+        """Every stream that was begun: its lease and its receiver."""
+        self.open: list[tuple[Lease, int]] = []
+        """Those whose channel may still read."""
+        self.receivers: dict[bytes, int] = {}
+        self.confirmed: dict[bytes, set[int]] = {}
         self.writing: dict[bytes, tuple[Lease, int, int]] = {}
         self.unready: list[list[bool]] = []
         self.last_generation = 0
@@ -110,46 +115,80 @@ class Messages(RuleBasedStateMachine):
             while lease.gathers and (lease.gathers[0].ready is None or lease.gathers[0].ready()):
                 self.table.settle(lease)
 
-    @rule(place=recent, capability=st.sampled_from([RIGHT, WRONG]))
-    def fetch(self, place: int, capability: bytes) -> None:
+    @rule(
+        place=recent,
+        capability=st.sampled_from([RIGHT, RIGHT, WRONG]),
+        receiver=st.integers(0, 2),
+        receivers=st.sampled_from([1, 1, 2, 2, 3, 0]),
+    )
+    def fetch(self, place: int, capability: bytes, receiver: int, receivers: int) -> None:
+        """Mostly ranks of one worker, which agree on how many they are; sometimes a stranger."""
         transfer_id = self.id(place)
         lease = self.table.live(transfer_id)
-        before = lease.state if lease else None
-        answer = self.table.fetch(transfer_id, capability, self.now)
+        before = (lease.state, set(lease.fetched), lease.receivers) if lease else None
+        answer = self.table.fetch(transfer_id, capability, self.now, receiver=receiver, receivers=receivers)
         if isinstance(answer, Lease):
             assert capability == RIGHT
-            assert id(answer) not in self.fetched, "a capability is used once"
+            assert (answer, receiver) not in self.fetched, "a capability is used once by each receiver"
+            assert self.receivers.setdefault(transfer_id, receivers) == receivers, "the first says how many there are"
             assert answer.hold.pinned(SEND)
-            self.fetched[id(answer)] = answer
+            self.fetched.append((answer, receiver))
+            self.open.append((answer, receiver))
+            assert len([one for one, _ in self.fetched if one is answer]) <= receivers
         elif lease is not None:
             assert isinstance(answer, Refusal)
-            assert lease.state is before, "a refused fetch changes nothing"
+            assert (lease.state, set(lease.fetched), lease.receivers) == before, "a refused fetch changes nothing"
 
     @rule(choice=st.integers(0, 5), how=st.sampled_from(["sent", "broken", "drained"]))
     def stream(self, choice: int, how: str) -> None:
-        running = [lease for lease in self.fetched.values() if lease.hold.pinned(SEND)]
-        if not running:
+        if not self.open:
             return
-        lease = running[choice % len(running)]
+        lease, receiver = self.open[choice % len(self.open)]
         if how == "sent" and lease.staged_blocks == lease.num_blocks:
-            self.table.sent(lease, self.now)
+            self.table.sent(lease, self.now, receiver=receiver)
         elif how == "broken":
-            self.note(lease, self.table.broken(lease, "peer left", self.now))
+            whole = receiver in lease.sent_to
+            was_live = lease.live
+            actions = self.table.broken(lease, "peer left", self.now, receiver=receiver)
+            assert not (whole and actions), "a stream that brought everything has not broken"
+            assert whole or not (was_live and lease.live), "a share that does not come ends the transfer for all"
+            if len(lease.fetched) > 1 and actions:
+                assert Action.END_FETCH in actions, "the other receivers' streams end too"
+            self.note(lease, actions)
         elif how == "drained" and not lease.live:
+            self.open.remove((lease, receiver))
             self.table.drained(lease)
 
-    @rule(place=recent, capability=st.sampled_from([RIGHT, WRONG]), outcome=st.sampled_from(["delivered", "gave up"]))
-    def complete(self, place: int, capability: bytes, outcome: str) -> None:
+    @rule(
+        place=recent,
+        capability=st.sampled_from([RIGHT, RIGHT, WRONG]),
+        outcome=st.sampled_from(["delivered", "delivered", "gave up"]),
+        receiver=st.integers(0, 2),
+    )
+    def complete(self, place: int, capability: bytes, outcome: str, receiver: int) -> None:
         transfer_id = self.id(place)
         lease = self.table.live(transfer_id)
         before = lease.state if lease else None
-        actions = self.table.completed(transfer_id, capability, outcome, self.now)
-        if lease is not None and capability == WRONG:
+        counted = self.table.counters["complete_early"] + self.table.counters["complete_again"]
+        actions = self.table.completed(transfer_id, capability, outcome, self.now, receiver=receiver)
+        counted = self.table.counters["complete_early"] + self.table.counters["complete_again"] - counted
+        if lease is None:
+            return
+        if capability == WRONG:
             assert lease.state is before
-        if lease is not None:
-            self.note(lease, actions)
-            if lease.state is LeaseState.DELIVERED:
-                assert lease.committed_blocks == lease.num_blocks
+            return
+        self.note(lease, actions)
+        if outcome == "delivered":
+            confirmed = self.confirmed.setdefault(transfer_id, set())
+            if not counted:
+                assert receiver not in confirmed, "completion is counted once for each receiver"
+                confirmed.add(receiver)
+            assert confirmed <= lease.fetched
+            assert (lease.state is LeaseState.DELIVERED) == (len(confirmed) == self.receivers.get(transfer_id, -1))
+        else:
+            assert lease.state is LeaseState.RELEASED
+        if lease.state is LeaseState.DELIVERED:
+            assert lease.committed_blocks == lease.num_blocks
 
     @rule(place=recent, really=st.integers(0, 3))
     def release(self, place: int, really: int) -> None:
@@ -191,9 +230,8 @@ class Messages(RuleBasedStateMachine):
         """From wherever this run has come: end everything, let copies and streams finish, and all bytes are back."""
         for transfer_id in self.ids:
             self.table.release(transfer_id, "teardown", self.now)
-        for lease in self.fetched.values():
-            if lease.hold.pinned(SEND):
-                self.table.drained(lease)
+        for lease, _ in self.open:
+            self.table.drained(lease)
         for lease in self.table.leases():
             for first, count in sorted(lease.views):
                 self.table.commit(lease.transfer_id, first, count, last=False, ready=None, now=self.now)

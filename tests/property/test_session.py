@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from kvtransfer.machine import Refusal
 from kvtransfer.plan import TransferPlan
 from kvtransfer.session import (
     ENDED,
+    RECEIVE,
     SCATTER,
     TABLE,
     Expected,
@@ -217,8 +219,42 @@ def test_no_chunk_follows_the_last() -> None:
     assert caught.value.reason == "after_last"
 
 
+@given(st.lists(SIZES, min_size=2, max_size=3), st.randoms(use_true_random=False))
+def test_shares_of_several_senders_come_in_any_order_and_all_are_needed(shares: list[list[int]], rng: object) -> None:
+    """Each sender's chunks come in its own order; the session is verified by the last chunk of the last of them."""
+    staging = Staging(64 * PAGE, PAGE)
+    session = ReceiveSession(TRANSFER, expires_at=9.0, now=0.0)
+    slot = staging.allocate(sum(map(sum, shares)) * BLOCK_BYTES)
+    assert slot is not None
+    session.begin([expected(sum(sizes)) for sizes in shares], SlotHold(staging, slot), content_bytes=BLOCK_BYTES)
+    turns = [source for source, sizes in enumerate(shares) for _ in sizes]
+    rng.shuffle(turns)  # type: ignore[attr-defined]
+    headers = [iter(stream(sizes)) for sizes in shares]
+    verified = []
+    for source in turns:
+        header = next(headers[source])
+        session.announce(header, 1.0, source=source)
+        verified.append(session.landed(header.index, header.checksum, 1.0, source=source))
+    assert verified == [False] * (len(turns) - 1) + [True]
+    assert [seal.bytes for seal in session.seals] == [sum(sizes) * BLOCK_BYTES for sizes in shares]
+    assert session.content_bytes == BLOCK_BYTES
+
+
+def test_a_chunk_longer_than_its_room_is_rejected() -> None:
+    staging = Staging(64 * PAGE, PAGE)
+    session = ReceiveSession(TRANSFER, expires_at=9.0, now=0.0)
+    slot = staging.allocate(4 * BLOCK_BYTES)
+    assert slot is not None
+    session.begin(dataclasses.replace(expected(4), max_chunk_bytes=2 * BLOCK_BYTES), SlotHold(staging, slot))
+    first, second = stream([1, 3])
+    session.announce(first, 1.0)
+    with pytest.raises(RejectedChunkError) as caught:
+        session.announce(second, 1.0)
+    assert caught.value.reason == "bytes"
+
+
 class Sessions(RuleBasedStateMachine):
-    """Control, stream and engine in any order."""
+    """Control, streams and engine in any order."""
 
     recent = st.integers(0, 3)
 
@@ -231,6 +267,8 @@ class Sessions(RuleBasedStateMachine):
         self.opened: set[bytes] = set()
         self.released: set[bytes] = set()
         self.receiving: list[ReceiveSession] = []
+        """Once for each sender whose channel may still write."""
+        self.resting: list[ReceiveSession] = []
         self.reading: set[bytes] = set()
 
     def id(self, place: int) -> bytes:
@@ -248,8 +286,8 @@ class Sessions(RuleBasedStateMachine):
         assert isinstance(answer, Refusal) == (known or over)
         self.opened.add(transfer_id)
 
-    @rule(place=recent, num_blocks=st.integers(1, 4))
-    def begin(self, place: int, num_blocks: int) -> None:
+    @rule(place=recent, num_blocks=st.integers(1, 4), senders=st.integers(1, 2), rests=st.booleans())
+    def begin(self, place: int, num_blocks: int, senders: int, rests: bool) -> None:
         transfer_id = self.id(place)
         session = self.table.live(transfer_id)
         if session is None or session.hold is not None:
@@ -257,20 +295,38 @@ class Sessions(RuleBasedStateMachine):
         slot = self.staging.allocate(num_blocks * BLOCK_BYTES)
         if slot is None:
             return
-        self.table.begin(session, slot, Expected(**{**as_dict(expected(num_blocks)), "transfer_id": transfer_id}))
-        self.receiving.append(session)
+        one = Expected(**{**as_dict(expected(num_blocks)), "transfer_id": transfer_id})
+        self.table.begin(session, slot, [one] * senders)
+        if rests:
+            self.table.rest(session)
+            self.resting.append(session)
+        else:
+            self.receiving += [session] * senders
 
-    @rule(place=recent, good=st.booleans())
-    def arrives(self, place: int, good: bool) -> None:
+    @rule()
+    def pull_follows(self) -> None:
+        if not self.resting:
+            return
+        session = self.resting.pop()
+        assert self.table.resume(session) == (not session.ended)
+        if not session.ended:
+            self.receiving += [session] * len(session.inflows)
+
+    @rule(place=recent, good=st.booleans(), source=st.integers(0, 1))
+    def arrives(self, place: int, good: bool, source: int) -> None:
         transfer_id = self.id(place)
         session = self.table.live(transfer_id)
-        if session is None or session.expected is None or session.state is not SessionState.WAITING:
+        if session is None or session not in self.receiving or source >= len(session.inflows):
             return
-        (header,) = stream([session.expected.plan.num_blocks])
+        if session.inflows[source].seal is not None or session.state not in (SessionState.WAITING, SessionState.RECEIVING):
+            return
+        (header,) = stream([session.inflows[source].expected.plan.num_blocks])
         header.transfer_id = header.seal.transfer_id = transfer_id
-        session.announce(header, self.now)
+        session.announce(header, self.now, source=source)
         if good:
-            assert session.landed(0, header.checksum, self.now)
+            verified = session.landed(0, header.checksum, self.now, source=source)
+            assert verified == all(inflow.seal is not None for inflow in session.inflows)
+            assert verified == (session.state is SessionState.VERIFIED)
         else:
             self.table.end(session, SessionEvent.FAIL, "bad", self.now)
 
@@ -318,6 +374,7 @@ class Sessions(RuleBasedStateMachine):
         self.staging.check()
         for session in self.table.sessions():
             assert session.state not in ENDED
+            assert session.hold is None or session.hold.pinned(RECEIVE) == (session in self.receiving)
             if session.transfer_id in self.reading:
                 assert session.hold is not None
                 assert session.hold.pinned(SCATTER)
