@@ -30,6 +30,7 @@ from decode.config import DecodeSettings
 from engine.config import EngineSettings
 from engine.worker.config import WorkerSettings
 from kvtransfer.config import KvTransferSettings
+from kvtransfer.tls import TlsSettings
 from prefill.config import PrefillSettings
 
 ENV_PREFIX = "SPLITPOINT__"
@@ -102,7 +103,39 @@ class Settings(BaseModel):
     gateway: GatewaySettings = GatewaySettings()
     pools: dict[str, PoolSettings] = Field(default_factory=_default_pools)
     coordinator: CoordinatorSettings = CoordinatorSettings()
+    security: TlsSettings | None = Field(None, description="TLS between gateways, workers and ranks. None: plaintext.")
     log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _secured(cls, data: Any) -> Any:
+        """`[security]` into every part that opens or dials a port of the system."""
+        if not isinstance(data, Mapping) or data.get("security") is None:
+            return data
+        try:
+            tls = TlsSettings.model_validate(data["security"])
+        except ValidationError:
+            return data  # said once, by the field itself
+        gateway = data.get("gateway", {})
+        client = gateway.get("worker_client", {}) if isinstance(gateway, Mapping) else gateway.worker_client
+        return {
+            **data,
+            "kvtransfer": _with(data.get("kvtransfer", {}), tls=tls),
+            "worker": _with(data.get("worker", {}), tls=tls),
+            "gateway": _with(gateway, worker_client=_with(client, tls=tls)),
+        }
+
+    @model_validator(mode="after")
+    def _one_security(self) -> Settings:
+        parts = {
+            "kvtransfer.tls": self.kvtransfer.tls,
+            "worker.tls": self.worker.tls,
+            "gateway.worker_client.tls": self.gateway.worker_client.tls,
+        }
+        problems = [f"{path}: set [security], which is for all of them" for path, tls in parts.items() if tls != self.security]
+        if problems:
+            raise ConfigError(problems)
+        return self
 
     @model_validator(mode="after")
     def _pools_serve(self) -> Settings:
@@ -133,6 +166,11 @@ class Settings(BaseModel):
         overrides = dict(self.pools[pool].engine)
         merged = _merge(self.engine.model_dump(), overrides)
         return EngineSettings.model_validate(merged)
+
+
+def _with(part: Any, **fields: Any) -> Any:
+    """A part of the configuration, parsed or not, with `fields` replaced."""
+    return {**part, **fields} if isinstance(part, Mapping) else {**part.model_dump(), **fields}
 
 
 def gateway_port(port: int, index: int) -> int:

@@ -27,6 +27,7 @@ from coordinator.config import Settings, gateway_port
 from coordinator.pools.ray_cluster import NAMESPACE, Cluster, joined
 from coordinator.routing.views import WorkerState
 from kvtransfer.rpc import is_loopback
+from kvtransfer.tls import IN_TLS
 from protos.splitpoint.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
         LaunchError: nothing is left running.
     """
     _check_model(settings)
+    _check_certificates(settings)
     if settings.coordinator.ray_address == "embedded":
         _check_ports(settings)
     with _exclusive(settings.coordinator.state_dir), _signals() as stop:
@@ -90,10 +92,15 @@ def _cluster(address: str, node_ip: str) -> Iterator[Cluster]:
 
 
 def plaintext_doors(settings: Settings) -> list[str]:
-    """The settings by which a server listens beyond this machine. None of them encrypts or asks for a key yet."""
+    """The settings by which a server listens, or UCX moves KV, beyond this machine without encryption and without a key."""
     gateway, coordinator = settings.gateway, settings.coordinator
     places = {f"gateway.{name}": getattr(gateway, name) for name in ("http_host", "grpc_host", "admin_host")}
-    for name, server in (("worker", settings.worker), ("kvtransfer", settings.kvtransfer)):
+    security = settings.security
+    inside: dict[str, Any] = {"worker": settings.worker, "kvtransfer": settings.kvtransfer}
+    if security is not None:
+        # What is left is KV that goes beside TLS, where that was allowed by name.
+        inside = {"kvtransfer": settings.kvtransfer} if set(settings.kvtransfer.transports) - IN_TLS else {}
+    for name, server in inside.items():
         places[f"{name}.bind_host"] = "auto" if server.advertise_host == "auto" else server.bind_host
     node = coordinator.node_ip if coordinator.ray_address == "embedded" else "the node's address"
     return [f"{name} {host}" for name, host in places.items() if not is_loopback(node if host == "auto" else host)]
@@ -155,6 +162,15 @@ def _check_model(settings: Settings) -> None:
     needed = "config.json" if settings.engine.kind == "vllm" else "tokenizer.json"
     if not (path / needed).is_file():
         raise LaunchError(f"no {needed} at {path}: run `splitpoint models fetch smollm2` or set engine.model_path")
+
+
+def _check_certificates(settings: Settings) -> None:
+    """Say at once what every worker would say later. Other nodes have files of their own."""
+    if settings.security is not None:
+        try:
+            settings.security.check()
+        except ValueError as error:
+            raise LaunchError(f"security.{error}") from error
 
 
 def _check_ports(settings: Settings) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from kvtransfer.rpc import require_reachable
+from kvtransfer.tls import TlsSettings, require_encrypted
 
 MIB = 1024 * 1024
 
@@ -36,6 +39,13 @@ class KvTransferSettings(BaseModel):
         16 * MIB, description="Staged blocks are sent in chunks of at most this, each with a checksum."
     )
     max_pending_fetches: PositiveInt = 1024
+    tls: TlsSettings | None = Field(None, description="Filled from `[security]`.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        require_reachable(self.bind_host, self.advertise_host)
+        require_encrypted(self.transports, self.tls)
+        return self
 
     @property
     def transport_order(self) -> tuple[str, ...]:

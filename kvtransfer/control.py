@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import grpc
 
 from kvtransfer.rpc import CHANNEL_OPTIONS, control_metadata
+from kvtransfer.tls import TlsSettings
+from kvtransfer.tls import channel as open_channel
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -28,12 +30,12 @@ MARGIN_S = 1.0
 class RankControl:
     """All ranks of one worker, in rank order. Belongs to one event loop; `close` it there."""
 
-    def __init__(self, endpoints: Sequence[pb.RankEndpoint], token: str) -> None:
+    def __init__(self, endpoints: Sequence[pb.RankEndpoint], token: str, tls: TlsSettings | None = None) -> None:
         self.endpoints = tuple(sorted(endpoints, key=lambda endpoint: endpoint.rank))
         if [endpoint.rank for endpoint in self.endpoints] != list(range(len(self.endpoints))):
             raise ValueError(f"ranks {[endpoint.rank for endpoint in self.endpoints]} are not 0 to n-1")
         self._metadata = control_metadata(token)
-        self._channels = [grpc.aio.insecure_channel(e.address, options=CHANNEL_OPTIONS) for e in self.endpoints]
+        self._channels = [open_channel(e.address, tls, CHANNEL_OPTIONS) for e in self.endpoints]
         self._stubs = [pb_grpc.KvControlServiceStub(channel) for channel in self._channels]
         self._releases: set[asyncio.Task[bool]] = set()
 

@@ -22,6 +22,7 @@ from kvtransfer.peers import Peers
 from kvtransfer.push import KvTransferServicer
 from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id, host_port
 from kvtransfer.runtime import NodeRuntime
+from kvtransfer.tls import bind, channel
 from kvtransfer.transports import TransportContext, create_transport
 from kvtransfer.transports.base import Memory, Transport, TransportError
 from protos.errors import Code, SplitpointError
@@ -245,7 +246,7 @@ class KvNode:
             KvTransferServicer(rt).add_to(server)
             control = KvControlServicer(rt, self._token)
             pb_grpc.add_KvControlServiceServicer_to_server(control, server)
-            port = server.add_insecure_port(host_port(self._settings.bind_host, 0))
+            port = bind(server, host_port(self._settings.bind_host, 0), self._settings.tls)
             rt.endpoint.CopyFrom(self._make_endpoint(port))
             await server.start()
             await self._check_advertised()
@@ -297,7 +298,7 @@ class KvNode:
     async def _check_advertised(self) -> None:
         """Dial the address that peers will dial, and find this very process there."""
         rt = self._rt
-        dialler = Peers(rt.compatibility, rt.fingerprint, self._settings.handshake_timeout_s)
+        dialler = Peers(rt.compatibility, rt.fingerprint, self._settings.handshake_timeout_s, self._settings.tls)
         try:
             async with dialler.use(rt.endpoint):
                 pass
@@ -318,8 +319,8 @@ class KvNode:
             bytes_per_block=rt.block_bytes,
             transports=list(rt.transports),
         )
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        async with channel(address, self._settings.tls, CHANNEL_OPTIONS) as connection:
+            stub = worker_pb2_grpc.WorkerServiceStub(connection)
             try:
                 await stub.RegisterRank(
                     request, metadata=control_metadata(self._token), timeout=REGISTER_TIMEOUT_S, wait_for_ready=True

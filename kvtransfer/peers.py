@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import grpc
 
 from kvtransfer.rpc import CHANNEL_OPTIONS
+from kvtransfer.tls import TlsSettings
+from kvtransfer.tls import channel as open_channel
 from kvtransfer.wire import FETCH_METHOD, parse_fetch
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
@@ -36,10 +38,13 @@ class Peer:
 
 
 class Peers:
-    def __init__(self, compatibility: pb.KvCompatibility, fingerprint: bytes, handshake_timeout_s: float) -> None:
+    def __init__(
+        self, compatibility: pb.KvCompatibility, fingerprint: bytes, handshake_timeout_s: float, tls: TlsSettings | None = None
+    ) -> None:
         self._compatibility = compatibility
         self._fingerprint = fingerprint
         self._timeout_s = handshake_timeout_s
+        self._tls = tls
         self._peers: OrderedDict[tuple[str, str], Peer] = OrderedDict()
         self.handshakes = 0
 
@@ -79,7 +84,7 @@ class Peers:
             await self._shut(peer)
 
     def _dial(self, endpoint: pb.RankEndpoint) -> Peer:
-        channel = grpc.aio.insecure_channel(endpoint.address, options=CHANNEL_OPTIONS)
+        channel = open_channel(endpoint.address, self._tls, CHANNEL_OPTIONS)
         stub = pb_grpc.KvTransferServiceStub(channel)
         stub.Fetch = channel.unary_stream(
             FETCH_METHOD, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=parse_fetch

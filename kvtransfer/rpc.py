@@ -70,6 +70,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def require_reachable(bind_host: str, advertise_host: str) -> None:
+    """Raises `ValueError` when a server that listens everywhere tells peers an address that leads each of them to itself."""
+    if bind_host in ("0.0.0.0", "::") and is_loopback(advertise_host):
+        raise ValueError(f"advertise_host {advertise_host} leads other hosts to themselves; bind_host {bind_host} is for them")
+
+
 def host_id() -> str:
     """Equal exactly in processes of one boot of one host that share an IPC namespace: shared memory may be used."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

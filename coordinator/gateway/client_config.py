@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from kvtransfer.tls import TlsSettings
+
 
 class WorkerClientSettings(BaseModel):
     """One stream per worker incarnation: how it is opened, watched and bounded."""
@@ -20,6 +22,7 @@ class WorkerClientSettings(BaseModel):
     close_grace_s: float = Field(
         1.0, ge=0, description="How long a closing stream may take to write its last aborts and releases."
     )
+    tls: TlsSettings | None = Field(None, description="Filled from `[security]`.")
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkerClientSettings:

@@ -17,6 +17,7 @@ import grpc.aio
 import structlog
 
 from coordinator.gateway.client_config import WorkerClientSettings
+from kvtransfer.tls import channel as open_channel
 from protos.errors import Code, SplitpointError
 from protos.ids import AttemptId, Incarnation, TransferId, WorkerId
 from protos.splitpoint.v1 import worker_pb2, worker_pb2_grpc
@@ -180,7 +181,7 @@ class WorkerClient:
 
     async def _one_stream(self) -> None:
         """Connect, check who answers, pump both directions. Ends by raising why the stream ended."""
-        async with grpc.aio.insecure_channel(self.address, options=_channel_options(self._settings)) as channel:
+        async with open_channel(self.address, self._settings.tls, _channel_options(self._settings)) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             async with asyncio.timeout(self._settings.connect_timeout_s):
                 await channel.channel_ready()

@@ -7,6 +7,8 @@ import logging
 import grpc.aio
 
 from coordinator.routing.views import WorkerView
+from kvtransfer.tls import TlsSettings
+from kvtransfer.tls import channel as open_channel
 from protos.splitpoint.v1 import worker_pb2, worker_pb2_grpc
 
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
@@ -14,9 +16,9 @@ CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_pro
 log = logging.getLogger(__name__)
 
 
-async def answers(view: WorkerView, timeout_s: float) -> bool:
+async def answers(view: WorkerView, timeout_s: float, tls: TlsSettings | None) -> bool:
     """One round trip on the worker's own server; another incarnation at that address does not count."""
-    async with grpc.aio.insecure_channel(view.address, options=CHANNEL_OPTIONS) as channel:
+    async with open_channel(view.address, tls, CHANNEL_OPTIONS) as channel:
         try:
             reply = await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(
                 worker_pb2.DescribeWorkerRequest(), timeout=timeout_s

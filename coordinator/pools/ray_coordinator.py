@@ -196,7 +196,8 @@ class CoordinatorActor:
         if member is None or member.beat is None:
             answered = False
         else:
-            answered = await answers(member.beat.view, self._spec.settings.coordinator.probe_timeout_s)
+            settings = self._spec.settings
+            answered = await answers(member.beat.view, settings.coordinator.probe_timeout_s, settings.security)
         self._fleet.probed(worker_id, answered, time.monotonic())
 
     def _begin_drain(self, worker_id: WorkerId, timeout_s: float, reason: str) -> None:

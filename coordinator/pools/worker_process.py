@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ class WorkerProcess:
                 prefill.service.handlers(context, settings.prefill), decode.service.handlers(context, settings.decode)
             ),
             settings=worker_settings,
-            rank_control=RankControl,
+            rank_control=partial(RankControl, tls=settings.security),
         )
 
     def _kv_config(self, register_address: str) -> KvEngineConfig:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from kvtransfer.rpc import require_reachable
+from kvtransfer.tls import TlsSettings
 
 
 class WorkerSettings(BaseModel):
@@ -26,3 +31,9 @@ class WorkerSettings(BaseModel):
     keepalive_time_s: float = Field(default=10.0, gt=0)
     keepalive_timeout_s: float = Field(default=5.0, gt=0)
     max_message_bytes: PositiveInt = 64 * 1024 * 1024
+    tls: TlsSettings | None = Field(default=None, description="Filled from `[security]`.")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        require_reachable(self.bind_host, self.advertise_host)
+        return self

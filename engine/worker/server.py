@@ -39,6 +39,7 @@ from engine.worker.ranks import RankControl, RankControlFactory, RankFacts, Rank
 from engine.worker.servicer import WorkerServicer
 from engine.worker.transfers import TransferRoster
 from kvtransfer.rpc import host_port
+from kvtransfer.tls import bind
 from protos.errors import Code, SplitpointError
 from protos.ids import Incarnation, TransferId, WorkerId
 from protos.splitpoint.v1 import kv_transfer_pb2, worker_pb2, worker_pb2_grpc
@@ -280,7 +281,7 @@ class WorkerServer:
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        port = server.add_insecure_port(host_port(settings.bind_host, settings.port))
+        port = bind(server, host_port(settings.bind_host, settings.port), settings.tls)
         self._server = server
         await self._set_health("", health_pb2.HealthCheckResponse.SERVING)
         await self._set_health(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -26,6 +26,7 @@ from coordinator.pools.ray_cluster import remove_stale_directories
 from coordinator.pools.ray_nodes import kill_here, process_tree
 from coordinator.pools.reports import ProcessRef
 from coordinator.pools.shared_memory import python_segments_of
+from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -87,6 +88,24 @@ def test_what_other_machines_can_reach_unencrypted_is_said(tmp_path: Path) -> No
     assert plaintext_doors(settings(tmp_path, "worker.advertise_host=auto", "coordinator.node_ip=10.0.0.1")) == [
         "worker.bind_host auto"
     ]
+
+
+def test_under_tls_only_the_public_ports_and_kv_beside_it_are_open(tmp_path: Path) -> None:
+    tls = Authority(tmp_path).tls()
+    files = [f"security.{name}={getattr(tls, name)}" for name in ("cert_file", "key_file", "ca_file")]
+    hosts = ["gateway.http_host=0.0.0.0", "kvtransfer.bind_host=10.0.0.1", "worker.bind_host=10.0.0.1"]
+    inside = settings(tmp_path, *hosts, *files, 'kvtransfer.transports=["grpc"]')
+    assert plaintext_doors(inside) == ["gateway.http_host 0.0.0.0"]
+    beside = settings(tmp_path, *hosts, *files, "security.allow_unencrypted_kv=true")
+    assert plaintext_doors(beside) == ["gateway.http_host 0.0.0.0", "kvtransfer.bind_host 10.0.0.1"]
+
+
+def test_certificates_that_cannot_be_used_are_said_before_anything_starts(tmp_path: Path) -> None:
+    tls = Authority(tmp_path).tls()
+    files = [f"security.{name}={getattr(tls, name)}" for name in ("cert_file", "ca_file")]
+    text = refusal(settings(tmp_path, *files, f"security.key_file={tmp_path}/none.key", 'kvtransfer.transports=["grpc"]'))
+    assert "security.cert_file" in text
+    assert "none.key" in text
 
 
 def test_one_launcher_per_state_directory(tmp_path: Path) -> None:

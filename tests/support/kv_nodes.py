@@ -153,6 +153,7 @@ class NodePair:
         *,
         world_size: int = 1,
         settings: KvTransferSettings | None = None,
+        receiver_settings: KvTransferSettings | None = None,
         transports: Transports | None = None,
         receiver_fields: dict[str, Any] | None = None,
     ) -> None:
@@ -164,13 +165,15 @@ class NodePair:
         ranks = range(world_size)
         self.senders = [make_node(settings, rank=r, incarnation=sender, transports=made(), **tp) for r in ranks]
         fields = {**tp, **(receiver_fields or {})}
-        self.receivers = [make_node(settings, rank=r, incarnation=receiver, transports=made(), **fields) for r in ranks]
+        self._settings = settings or small_settings(), receiver_settings or settings or small_settings()
+        self.receivers = [make_node(self._settings[1], rank=r, incarnation=receiver, transports=made(), **fields) for r in ranks]
 
     async def __aenter__(self) -> NodePair:
         for node in self.nodes:
             await asyncio.to_thread(node.start)
-        self.send_control = RankControl([node.endpoint for node in self.senders], TOKEN)
-        self.receive_control = RankControl([node.endpoint for node in self.receivers], TOKEN)
+        sends, receives = (settings.tls for settings in self._settings)
+        self.send_control = RankControl([node.endpoint for node in self.senders], TOKEN, sends)
+        self.receive_control = RankControl([node.endpoint for node in self.receivers], TOKEN, receives)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -172,12 +173,13 @@ async def start_worker(
             decode.service.handlers(context, decode_settings or DecodeSettings()),
         )
 
+    control = functools.partial(RankControl, tls=worker_settings.tls if worker_settings is not None else None)
     server = WorkerServer(
         engine=make_engine,
         identity=WorkerIdentity(worker_id=WorkerId(name), incarnation=incarnation, model="sim", control_token=TOKEN),
         handlers=make_handlers,
         settings=worker_settings,
-        rank_control=fabric.control if fabric is not None else RankControl if wire else None,
+        rank_control=fabric.control if fabric is not None else control if wire else None,
     )
     worker = SimWorker(server, clock)
     try:

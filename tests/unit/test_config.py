@@ -61,6 +61,33 @@ def test_a_transport_that_is_switched_off_is_not_asked_for() -> None:
     assert "kvtransfer.transports" in refused(sets=["kvtransfer.transports=[]"])
 
 
+TLS = [f"security.{name}=/etc/splitpoint/{name}.pem" for name in ("cert_file", "key_file", "ca_file")]
+
+
+def test_one_security_table_is_for_everything_that_opens_or_dials_a_port() -> None:
+    settings = load(sets=[*TLS, 'kvtransfer.transports=["grpc"]'], environment={})
+    assert settings.security is not None
+    assert settings.security == settings.kvtransfer.tls == settings.worker.tls == settings.gateway.worker_client.tls
+    parts = {"gateway": settings.gateway, "kvtransfer": settings.kvtransfer.model_copy(update={"tls": None})}
+    assert Settings(security=settings.security, **parts).kvtransfer.tls == settings.security
+    assert "kvtransfer.tls: set [security]" in refused(
+        sets=[s.replace("security", "kvtransfer.tls") for s in TLS[:3]] + ['kvtransfer.transports=["grpc"]']
+    )
+
+
+def test_kv_beside_tls_is_refused_unless_it_is_allowed_by_name() -> None:
+    assert "ucx would move KV unencrypted" in refused(sets=TLS)
+    settings = load(sets=[*TLS, "security.allow_unencrypted_kv=true"], environment={})
+    assert settings.kvtransfer.tls is not None
+    assert "security.key_file: Field required" in refused(sets=[TLS[0], TLS[2]])
+
+
+def test_a_server_for_other_hosts_tells_them_an_address_that_leads_there() -> None:
+    for table in ("worker", "kvtransfer"):
+        assert "leads other hosts to themselves" in refused(sets=[f"{table}.bind_host=0.0.0.0"])
+        load(sets=[f"{table}.bind_host=0.0.0.0", f"{table}.advertise_host=10.0.0.1"], environment={})
+
+
 def test_several_gateways_have_ports_of_their_own() -> None:
     settings = load(sets=["coordinator.gateways=3"], environment={})
     ports = [gateway_port(port, n) for port in (8000, 50051, 50052) for n in range(3)]
