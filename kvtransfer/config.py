@@ -25,9 +25,10 @@ class KvTransferSettings(BaseModel):
         "auto", description="Where staging lies. auto: on the GPU if the engine's cache is there, and then outside the engine's share."
     )
     checksum: Literal["crc32c", "off"] = "crc32c"
-    ucx_same_host: Literal["contained", "direct"] = Field(
-        "contained",
-        description="direct: about twice as fast on host memory, but a peer that is killed while it is read ends this process.",
+    ucx_same_host: Literal["one_copy", "contained", "direct"] = Field(
+        "one_copy",
+        description="ucx inside one host. one_copy: Splitpoint itself reads host memory (process_vm_readv); contained: "
+        "UCX, two copies; direct: UCX, one copy, and a peer that is killed while it is read ends this process.",
     )
     bind_host: str = "127.0.0.1"
     advertise_host: str = Field("127.0.0.1", description="The address peers dial; checked by dialling it at start.")

@@ -15,7 +15,7 @@ from kvtransfer.plan import PlanError, TransferPlan, plan_transfer
 from kvtransfer.rpc import is_peer_lost
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.session import Expected, ReceiveSession, RejectedChunkError, SessionEvent
-from kvtransfer.transports.base import ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
+from kvtransfer.transports.base import ChecksAsItLands, Memory, ReadsPeer, ReceiveChannel, Transport, TransportError
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 FetchCall = Any
 """grpc.aio's stream of `FetchResponse`."""
 COMPLETE_TIMEOUT_S = 2.0
+COMPLETE_PAUSE_S = 1.0
+COMPLETE_AGAIN_S = 600.0
+"""How long a sender whose memory was read from here is told so again and again while its process lives: its slot waits for it."""
 
 
 @dataclass(slots=True)
@@ -191,7 +194,8 @@ class Puller:
             if call is not None:
                 if outcome != "delivered":
                     call.cancel()
-                rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._complete(request, endpoint, call, outcome))
+                name = f"complete {session.transfer_id.hex()}"
+                rt.tasks.spawn(name, self._complete(request, endpoint, call, outcome, channel))
             rt.tasks.spawn(f"drain {session.transfer_id.hex()}", self._drain(session, channel))
         seconds = progress.last_at - progress.first_at
         seal = session.seal or pb.Seal()
@@ -261,22 +265,45 @@ class Puller:
         offset = session.hold.slot.offset
         return self._rt.receive_memory[offset + start : offset + end]
 
-    async def _complete(self, request: pb.PullRequest, endpoint: pb.RankEndpoint, call: FetchCall, outcome: str) -> None:
-        """Tell the sender how it ended. When that fails its lease ends by release or expiry."""
-        try:
-            async with self._peers.use(request.sender) as (stub, _):
-                message = pb.CompleteRequest(grant=request.grant, outcome=outcome)
-                try:
-                    if outcome == "delivered":
-                        await self._end_of_stream(call)
-                    await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
-                except grpc.aio.AioRpcError as exc:
-                    raise from_rpc_error(exc) from exc
-        except SplitpointError as error:
-            self._rt.metrics.event("complete_failed")
-            logger.warning(
-                "transfer %s: %s did not hear %r: %s", request.grant.transfer_id.hex(), endpoint.address, outcome, error
-            )
+    async def _complete(
+        self,
+        request: pb.PullRequest,
+        endpoint: pb.RankEndpoint,
+        call: FetchCall,
+        outcome: str,
+        channel: ReceiveChannel | None,
+    ) -> None:
+        """Tell the sender how it ended. When that fails its lease ends by release or expiry. A sender whose memory was read hears
+        it after the last read, and is told again while it may only be slow: its slot is held until then."""
+        reader = channel if isinstance(channel, ReadsPeer) and channel.reads_peer else None
+        if channel is not None and reader is not None:
+            if outcome != "delivered":
+                await channel.close()
+            while not await channel.drained(DRAIN_POLL_S):
+                pass
+        give_up_at = self._rt.now() + COMPLETE_AGAIN_S
+        message = pb.CompleteRequest(grant=request.grant, outcome=outcome)
+        if outcome == "delivered":
+            await self._end_of_stream(call)
+        while True:
+            try:
+                async with self._peers.use(request.sender) as (stub, _):
+                    try:
+                        await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
+                        return
+                    except grpc.aio.AioRpcError as exc:
+                        raise from_rpc_error(exc) from exc
+            except SplitpointError as error:
+                another = error.code is Code.INCOMPATIBLE_PEER
+                if reader is not None and reader.reads_peer and not another and self._rt.now() < give_up_at:
+                    self._rt.metrics.event("complete_again")
+                    await asyncio.sleep(COMPLETE_PAUSE_S)
+                    continue
+                self._rt.metrics.event("complete_failed")
+                logger.warning(
+                    "transfer %s: %s did not hear %r: %s", request.grant.transfer_id.hex(), endpoint.address, outcome, error
+                )
+                return
 
     async def _end_of_stream(self, call: FetchCall) -> None:
         """Let the sender end a stream that has brought everything: cancelling it would look like a receiver that left."""

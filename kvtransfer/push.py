@@ -39,7 +39,7 @@ class _Chunk:
 class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
     def __init__(self, runtime: NodeRuntime) -> None:
         self._rt = runtime
-        self._read_by_peer: dict[bytes, tuple[Lease, ReadByPeer]] = {}
+        self._read_by_peer: dict[tuple[bytes, int], tuple[Lease, ReadByPeer]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`. `Fetch` gets the serializer that does not copy its payload."""
@@ -98,7 +98,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             rt.follow(transfer_id, actions)
             await abort(context, rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{exc.reason}: {exc}")))
         if isinstance(channel, ReadByPeer):
-            self._read_by_peer[transfer_id] = lease, channel
+            self._read_by_peer[transfer_id, request.receiver_rank] = lease, channel
         sending = rt.fetches[transfer_id] = asyncio.create_task(self._send(lease, channel, context, deadline))
         failure: SplitpointError | None = None
         why = "the peer left"
@@ -120,7 +120,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             if actions:
                 rt.metrics.event("fetch_broken")
             rt.follow(transfer_id, actions)
-            rt.tasks.spawn(f"drain {transfer_id.hex()}", self._drain(lease, channel))
+            rt.tasks.spawn(f"drain {transfer_id.hex()}", self._drain(lease, channel, request.receiver_rank))
         if failure is not None:
             await abort(context, failure)
 
@@ -135,8 +135,8 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         if not known:
             rt.metrics.late("complete")
         # It frees bytes, also when the lease is over already, so it needs the capability.
-        lease, channel = self._read_by_peer.get(transfer_id, (None, None))
-        if lease is not None and hmac.compare_digest(lease.capability, request.grant.capability):
+        lease, channel = self._read_by_peer.get((transfer_id, request.receiver_rank), (None, None))
+        if lease is not None and channel is not None and hmac.compare_digest(lease.capability, request.grant.capability):
             channel.peer_done()
         rt.follow(transfer_id, actions)
         return pb.CompleteResponse()
@@ -246,7 +246,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             )
         return header
 
-    async def _drain(self, lease: Lease, channel: SendChannel) -> None:
+    async def _drain(self, lease: Lease, channel: SendChannel, receiver_rank: int) -> None:
         """Hold the slot until the channel can read it no more: at once, or when the peer is done, or known dead (rule 13)."""
         rt = self._rt
         closed = False
@@ -258,7 +258,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 break
         if not closed:
             await channel.close()
-        self._read_by_peer.pop(lease.transfer_id, None)
+        self._read_by_peer.pop((lease.transfer_id, receiver_rank), None)
         with rt.lock:
             rt.leases.drained(lease)
         rt.follow(lease.transfer_id, ())

@@ -25,7 +25,7 @@ from kvtransfer.metrics import KvMetrics
 from kvtransfer.peers import Peers
 from kvtransfer.sessions import SessionTable
 from kvtransfer.staging import Staging
-from kvtransfer.transports.base import Memory, Transport
+from kvtransfer.transports.base import Counts, Memory, Transport
 from kvtransfer.waiting import Bell, RoomQueue, Tasks
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -225,6 +225,10 @@ class NodeRuntime:
                 ("lease.", dict(self.leases.counters)),
                 ("session.", dict(self.sessions.counters)),
             ]
+        # What a transport counts itself, e.g. how its payload really went.
+        for scheme, transport in list(self.transports.items()):
+            if isinstance(transport, Counts):
+                tables.append((f"{scheme}.", transport.counters()))
         return {**self.metrics.counters(), **{prefix + k: v for prefix, table in tables for k, v in table.items()}}
 
     def status(self) -> pb.GetNodeStatusResponse:

@@ -9,7 +9,7 @@ and writes the receiver's, and says when it is done with each, because a slot is
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -41,6 +41,31 @@ class SendChannel(Protocol):
         """Give up what is outstanding. After it `drained` still tells the truth."""
 
 
+@runtime_checkable
+class ReadByPeer(Protocol):
+    """A `SendChannel` whose receiver reads this side's memory: `drained` waits for its word."""
+
+    def peer_done(self) -> None:
+        """The receiver has said, by `Complete`, that it reads no more."""
+
+
+@runtime_checkable
+class ReadsPeer(Protocol):
+    """A `ReceiveChannel` that may read the sender's memory."""
+
+    @property
+    def reads_peer(self) -> bool:
+        """It has begun to, and that process lives: its slot is held until it hears `Complete`, which follows the last read."""
+
+
+@runtime_checkable
+class ChecksAsItLands(Protocol):
+    """A `ReceiveChannel` that computes a chunk's checksum while it lands."""
+
+    def landed_crc32c(self, index: int) -> int | None:
+        """CRC32C of chunk `index` as it lies in the slot; None when it has to be computed. Asked once."""
+
+
 class ReceiveChannel(Protocol):
     """The receiver's half of one `Fetch`."""
 
@@ -59,6 +84,14 @@ class ReceiveChannel(Protocol):
         """True when nothing of this channel can write into its slot any more."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A `Transport` that counts what it does."""
+
+    def counters(self) -> dict[str, int]:
+        """Every event since start, by name. Any thread."""
 
 
 class Transport(Protocol):

@@ -1,36 +1,55 @@
-"""Payload beside the `Fetch` stream, from slot to slot by UCX: shared memory inside a host, TCP or RDMA between hosts.
+"""Payload beside the `Fetch` stream, from slot to slot: between hosts and between GPUs by UCX; host memory inside one host is
+read by the receiver itself (same_host.py), which UCX has no part in.
 
 The receiver names a channel in `FetchRequest.ucx_worker_address`; a chunk's tag is that channel's number and the chunk's,
 so tags are unique where they are matched. Endpoints are made from worker addresses, with UCX's error handling on: a peer
-that dies costs its transfers and nothing else. Two sides of one host that both allow it go without (`Peer`).
+that dies costs its transfers and nothing else. `kvtransfer.ucx_same_host` says what happens inside one host.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import os
 import re
 import struct
-import time
-from collections.abc import AsyncIterator, Callable
+import threading
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import google_crc32c
 
+from kvtransfer.memory import on_device, use_device_of
 from kvtransfer.rpc import is_loopback
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, TransportError
-from kvtransfer.transports.ucx_core import CHUNK_BITS, UCX_VERSION, Operation, Peer, UcxCore
+from kvtransfer.transports.process_watch import ProcessWatch
+from kvtransfer.transports.same_host import NO_PROCESS, ProcessId, this_process, why_unreadable
+from kvtransfer.transports.ucx_channels import UcxReceiveChannel, UcxSendChannel
+from kvtransfer.transports.ucx_core import UCX_VERSION, Peer, UcxCore
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
-# What travels as `ucx_worker_address`: format, UCX major and minor version, whether error handling may be off, channel,
-# CRC32C of the rest, and UCX's own bytes. UCX trusts an address it is given, so a damaged or foreign one must not reach it.
-_FRAME = struct.Struct("<4sBB?QI")
-_MAGIC = b"SPU1"
+logger = logging.getLogger(__name__)
 
-RESET_AFTER_S = 5.0
-"""A send between hosts that nobody took this long after its channel was closed is ended by closing the endpoint."""
+# What travels as `ucx_worker_address`: format, UCX major and minor version, whether error handling may be off, whether the
+# sender's memory is read, channel, CRC32C of the rest; then the process and UCX's own bytes. UCX trusts an address it is given,
+# so a damaged or foreign one must not reach it.
+_FRAME = struct.Struct("<4sBB??QI")
+_MAGIC = b"SPU2"
+
+SameHost = Literal["one_copy", "contained", "direct"]
+READERS = 2
+"""Threads that read from peers of this host: one chunk of one transfer each."""
+_SAME_HOST_TEXT = {
+    "one_copy": "host memory: Splitpoint's own process_vm_readv, not UCX; else UCX shared memory with error handling",
+    "contained": "UCX shared memory with error handling",
+    "direct": "UCX direct copy (CMA), no UCX error handling",
+}
 
 
 def create(context: TransportContext) -> UcxTransport:
@@ -38,8 +57,9 @@ def create(context: TransportContext) -> UcxTransport:
     return UcxTransport(
         host_id=context.host_id,
         spin_s=settings.progress_timeout_s,
-        direct_copy=settings.ucx_same_host == "direct",
+        same_host=settings.ucx_same_host,
         net_devices=_devices_for(settings.bind_host),
+        staging=context.receive_memory,
     )
 
 
@@ -51,120 +71,32 @@ def _devices_for(bind_host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """A UCX worker address as peers exchange it. `direct_copy`: its owner allows endpoints without error handling."""
+    """A UCX worker address as peers exchange it. `direct_copy`: its owner allows endpoints without error handling; `process`: its
+    owner's, when peers of its host may read its memory; `reads`: a receiver that will do so."""
 
     address: bytes
     direct_copy: bool = False
     channel: int = 0
+    process: ProcessId = NO_PROCESS
+    reads: bool = False
 
     def encode(self) -> bytes:
-        crc = google_crc32c.value(self.address)
-        return _FRAME.pack(_MAGIC, *UCX_VERSION[:2], self.direct_copy, self.channel, crc) + self.address
+        rest = self.process.encode() + self.address
+        fields = (*UCX_VERSION[:2], self.direct_copy, self.reads, self.channel, google_crc32c.value(rest))
+        return _FRAME.pack(_MAGIC, *fields) + rest
 
     @classmethod
     def decode(cls, framed: bytes) -> WorkerAddress:
         """The inverse. Raises `TransportError("refused")` for anything that this UCX should not be given."""
-        if len(framed) <= _FRAME.size:
+        if len(framed) <= _FRAME.size + ProcessId.SIZE:
             raise TransportError("refused", "the peer has no UCX worker address")
-        magic, major, minor, direct_copy, channel, crc = _FRAME.unpack_from(framed)
-        address = framed[_FRAME.size :]
-        if magic != _MAGIC or crc != google_crc32c.value(address):
+        magic, major, minor, direct_copy, reads, channel, crc = _FRAME.unpack_from(framed)
+        rest = framed[_FRAME.size :]
+        if magic != _MAGIC or crc != google_crc32c.value(rest):
             raise TransportError("refused", "the peer's UCX worker address is damaged or of another format")
         if (major, minor) != UCX_VERSION[:2]:
             raise TransportError("refused", f"the peer has UCX {major}.{minor}, this side {UCX_VERSION[0]}.{UCX_VERSION[1]}")
-        return cls(address, direct_copy, channel)
-
-
-class _Channel:
-    """What both halves share: operations outstanding, and the truth about them."""
-
-    def __init__(self, core: UcxCore, peer: Peer) -> None:
-        self._core = core
-        self._peer = peer
-        self._operations: list[Operation] = []
-        self._closed_at: float | None = None
-
-    async def drained(self, timeout_s: float) -> bool:
-        pending = [operation.done for operation in self._operations if not operation.done.done()]
-        if pending:
-            if self._closed_at is not None and time.monotonic() - self._closed_at > RESET_AFTER_S:
-                self._core.reset(self._peer)
-            await asyncio.wait(pending, timeout=timeout_s)
-        self._operations = [operation for operation in self._operations if not operation.done.done()]
-        return not self._operations
-
-    async def close(self) -> None:
-        if self._closed_at is None:
-            self._closed_at = time.monotonic()
-        for operation in self._operations:
-            if not operation.done.done():
-                self._core.give_up(operation)
-
-
-class UcxSendChannel(_Channel):
-    def __init__(self, core: UcxCore, peer: Peer, channel: int, spin_s: float) -> None:
-        super().__init__(core, peer)
-        self._channel = channel
-        self._spin_s = spin_s
-        self._sent = 0
-        core.warm(peer)
-
-    async def send(self, header: pb.ChunkHeader, payload: Memory) -> AsyncIterator[pb.FetchResponse]:
-        if self._closed_at is not None:
-            raise TransportError("closed", f"the channel was closed before chunk {header.index}")
-        self._raise_failure()
-        self._operations = [operation for operation in self._operations if not operation.done.done()]
-        self._sent += 1
-        if self._sent >> CHUNK_BITS:
-            raise TransportError("refused", f"more than {(1 << CHUNK_BITS) - 1} chunks in one transfer")
-        header.tag = self._channel << CHUNK_BITS | self._sent
-        operation = self._core.send(self._peer, payload, header.tag, self._spin_s)
-        self._operations.append(operation)
-        await operation.begun
-        self._raise_failure()
-        yield pb.FetchResponse(header=header)
-
-    def _raise_failure(self) -> None:
-        for operation in self._operations:
-            if operation.done.done() and (failure := operation.done.result()):
-                raise TransportError(failure.reason, f"sending to incarnation {self._peer.incarnation!r}: {failure}")
-
-
-class UcxReceiveChannel(_Channel):
-    def __init__(self, core: UcxCore, peer: Peer, channel: int) -> None:
-        super().__init__(core, peer)
-        self._channel = channel
-        core.expect(peer)
-
-    async def accept(
-        self, response: pb.FetchResponse, target: Callable[[pb.ChunkHeader], Memory], timeout_s: float
-    ) -> pb.ChunkHeader | None:
-        if not response.HasField("header") or response.payload:
-            raise TransportError("corrupt", "payload inside the stream of a UCX transfer")
-        header = response.header
-        if self._closed_at is not None:
-            raise TransportError("closed", f"the channel was closed before chunk {header.index}")
-        if header.tag >> CHUNK_BITS != self._channel:
-            raise TransportError("corrupt", f"chunk {header.index} names tag {header.tag:#x}, not one of this transfer")
-        memory = target(header)
-        if len(memory) != header.bytes:
-            raise TransportError("corrupt", f"chunk {header.index}: {header.bytes} bytes for a place of {len(memory)}")
-        operation = self._core.receive(self._peer, memory, header.tag, timeout_s)
-        self._operations = [*(o for o in self._operations if not o.done.done()), operation]
-        try:
-            failure = await asyncio.wait_for(asyncio.shield(operation.done), timeout_s)
-        except TimeoutError:
-            self._core.give_up(operation)
-            raise TransportError(
-                "timeout", f"chunk {header.index}: {header.bytes} bytes did not land in {timeout_s:.3f} s"
-            ) from None
-        if failure is not None:
-            raise TransportError(failure.reason, f"chunk {header.index}: {failure}")
-        return header
-
-    async def close(self) -> None:
-        await super().close()
-        self._core.close_channel(self._channel)
+        return cls(rest[ProcessId.SIZE :], direct_copy, channel, ProcessId.decode(rest[: ProcessId.SIZE]), reads)
 
 
 class UcxTransport:
@@ -172,40 +104,99 @@ class UcxTransport:
 
     scheme = "ucx"
 
-    def __init__(self, *, host_id: str, spin_s: float = 10.0, direct_copy: bool = False, net_devices: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        host_id: str,
+        spin_s: float = 10.0,
+        same_host: SameHost = "contained",
+        net_devices: str = "",
+        staging: Memory = None,
+    ) -> None:
+        """`staging`: on a GPU, the thread that drives UCX works on that GPU, so that UCX finds it and no other."""
         self._host_id = host_id
         self._spin_s = spin_s
-        self._direct_copy = direct_copy
-        self._core = UcxCore(net_devices)
+        self._direct_copy = same_host == "direct"
+        self._one_copy = same_host == "one_copy" and not on_device(staging)
+        self._same_host = same_host
+        self._core = UcxCore(net_devices, functools.partial(use_device_of, staging))
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="splitpoint-read")
+        self._stopping = threading.Event()
+        self._watch = ProcessWatch()
+        self._refused: dict[ProcessId, str] = {}
+        self._read_from_here: dict[str, weakref.WeakSet[UcxSendChannel]] = {}
+        self._counters: Counter[str] = Counter()
 
     async def start(self) -> None:
         await self._core.start()
 
     def worker_address(self) -> bytes:
-        return WorkerAddress(self._core.address, self._direct_copy).encode() if self._core.address else b""
+        if not self._core.address:
+            return b""
+        return WorkerAddress(self._core.address, self._direct_copy, process=self._process()).encode()
 
     def open_send(self, request: pb.FetchRequest) -> UcxSendChannel:
         """Raises `TransportError("refused")` when the receiver's address is missing or not of this UCX."""
         theirs = WorkerAddress.decode(request.ucx_worker_address)
-        direct = theirs.direct_copy and self._direct_copy and request.receiver_host_id == self._host_id
+        here = request.receiver_host_id == self._host_id
+        direct = theirs.direct_copy and self._direct_copy and here
         peer = Peer(request.receiver_incarnation, theirs.address, error_handling=not direct)
-        return UcxSendChannel(self._core, peer, theirs.channel, self._spin_s)
+        reads = theirs.reads and self._one_copy and here
+        channel = UcxSendChannel(self._core, peer, theirs.channel, self._spin_s, read_by_peer=reads, counters=self._counters)
+        if reads:
+            incarnation = request.receiver_incarnation
+            self._read_from_here.setdefault(incarnation, weakref.WeakSet()).add(channel)
+            if not self._watch.watch(incarnation, theirs.process, functools.partial(self.peer_died, incarnation)):
+                self._counters["peers_not_watched"] += 1
+        return channel
 
     def open_receive(self, sender: pb.RankEndpoint, request: pb.FetchRequest) -> UcxReceiveChannel:
         """Fills `request.ucx_worker_address`. Raises `TransportError("refused")` like `open_send`."""
         theirs = WorkerAddress.decode(sender.ucx_worker_address)
-        direct = theirs.direct_copy and self._direct_copy and sender.host_id == self._host_id
+        here = sender.host_id == self._host_id
+        direct = theirs.direct_copy and self._direct_copy and here
         peer = Peer(sender.incarnation, theirs.address, error_handling=not direct)
+        source = theirs.process if here and self._readable(sender.incarnation, theirs.process) else None
         channel = self._core.open_channel()
-        request.ucx_worker_address = WorkerAddress(self._core.address, direct, channel).encode()
-        return UcxReceiveChannel(self._core, peer, channel)
+        mine = WorkerAddress(self._core.address, direct, channel, self._process(), reads=source is not None)
+        request.ucx_worker_address = mine.encode()
+        return UcxReceiveChannel(
+            self._core,
+            peer,
+            channel,
+            source=source,
+            readers=self._readers,
+            stopping=self._stopping,
+            counters=self._counters,
+        )
 
     def peer_died(self, incarnation: str) -> None:
         self._core.peer_died(incarnation)
+        for channel in self._read_from_here.pop(incarnation, ()):
+            channel.peer_done()
 
     def counters(self) -> dict[str, int]:
-        """Since start: endpoints, endpoints_closed, completed, failed, warmed, sunk, abandoned."""
-        return dict(self._core.counters)
+        """Since start. UCX: endpoints, endpoints_closed, completed, failed, warmed, sunk, abandoned. Read by the receiver itself:
+        chunks_offered, chunks_not_readable, peers_not_watched (sender), chunks_read, bytes_read, one_copy_refused (receiver)."""
+        return dict(self._core.counters) | dict(self._counters)
+
+    def _process(self) -> ProcessId:
+        return this_process() if self._one_copy else NO_PROCESS
+
+    def _readable(self, incarnation: str, process: ProcessId) -> bool:
+        """Asked once per peer process; where the answer is no, UCX carries the payload, and that is counted and logged."""
+        if not self._one_copy or process.pid == 0:
+            return False
+        why = self._refused.get(process)
+        if why is None:
+            why = self._refused[process] = why_unreadable(process)
+            if why:
+                logger.warning("ucx: memory of incarnation %r cannot be read, UCX copies it twice: %s", incarnation, why)
+            else:
+                logger.info("ucx: memory of incarnation %r is read by process_vm_readv", incarnation)
+        if why:
+            self._counters["one_copy_refused"] += 1
+        return not why
 
     def describe(self) -> dict[str, str]:
         devices = re.findall(r"-- (\S+/\S+)", self._core.info)
@@ -214,7 +205,9 @@ class UcxTransport:
             "scheme": self.scheme,
             "ucx_version": ".".join(str(part) for part in UCX_VERSION),
             "devices": " ".join(devices),
-            "same_host": "direct copy, no UCX error handling" if self._direct_copy else "shared memory with UCX error handling",
+            "same_host": _SAME_HOST_TEXT[
+                "contained" if self._same_host == "one_copy" and not self._one_copy else self._same_host
+            ],
             "cross_host": "network devices with UCX error handling",
             "lanes_in_use": "not measured here; `python -m kvtransfer.transports.ucx_probe` measures them",
             "verbs": verbs,
@@ -222,6 +215,9 @@ class UcxTransport:
         }
 
     async def stop(self) -> None:
+        self._stopping.set()
+        self._watch.close()
+        await asyncio.to_thread(self._readers.shutdown)
         await self._core.stop()
 
 

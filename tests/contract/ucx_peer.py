@@ -22,10 +22,10 @@ def pattern(num_bytes: int, seed: int) -> np.ndarray:
 
 
 class Peer:
-    def __init__(self, incarnation: str, host_id: str, direct_copy: bool) -> None:
+    def __init__(self, incarnation: str, host_id: str, same_host: Any) -> None:
         self.incarnation = incarnation
         self.host_id = host_id
-        self.transport = UcxTransport(host_id=host_id, spin_s=2.0, direct_copy=direct_copy)
+        self.transport = UcxTransport(host_id=host_id, spin_s=2.0, same_host=same_host)
         self.channels: dict[int, Any] = {}
         self.memory: dict[int, np.ndarray] = {}
 
@@ -75,6 +75,10 @@ class Peer:
         await self.channels[number].close()
         return {}
 
+    async def peer_done(self, number: int) -> dict[str, Any]:
+        self.channels[number].peer_done()
+        return {}
+
     async def peer_died(self, incarnation: str) -> dict[str, Any]:
         self.transport.peer_died(incarnation)
         return {}
@@ -88,7 +92,7 @@ class Peer:
 
 
 async def main() -> None:
-    peer = Peer(sys.argv[1], sys.argv[2], sys.argv[3] == "True")
+    peer = Peer(sys.argv[1], sys.argv[2], sys.argv[3])
     answer = await peer.start()
     while True:
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -163,7 +163,7 @@ class Checksum(_message.Message):
     def __init__(self, algorithm: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
 
 class ChunkHeader(_message.Message):
-    __slots__ = ("transfer_id", "generation", "index", "first_block", "num_blocks", "offset", "bytes", "checksum", "last", "seal", "tag")
+    __slots__ = ("transfer_id", "generation", "index", "first_block", "num_blocks", "offset", "bytes", "checksum", "last", "seal", "tag", "address")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class ChunkHeader(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     generation: int
     index: int
@@ -186,7 +187,8 @@ class ChunkHeader(_message.Message):
     last: bool
     seal: Seal
     tag: int
-    def __init__(self, transfer_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, _Mapping]] = ..., last: _Optional[bool] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., tag: _Optional[int] = ...) -> None: ...
+    address: int
+    def __init__(self, transfer_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, _Mapping]] = ..., last: _Optional[bool] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., tag: _Optional[int] = ..., address: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("grant", "attempt_id", "sender_incarnation", "receiver_incarnation", "transport", "ucx_worker_address", "receiver_host_id", "remaining_s", "receiver_rank", "receivers", "share", "max_chunk_bytes", "transport_address")

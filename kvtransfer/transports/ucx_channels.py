@@ -1,0 +1,223 @@
+"""The two halves of one UCX transfer. A chunk goes one of two ways, told by its header: as a UCX message under the header's tag,
+or, inside one host, read by the receiver itself at the header's address (same_host.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from functools import partial
+
+from kvtransfer.memory import as_host
+from kvtransfer.transports.base import Memory, TransportError
+from kvtransfer.transports.same_host import ProcessId, address_of, read_all, why_unreadable
+from kvtransfer.transports.ucx_core import CHUNK_BITS, Operation, Peer, UcxCore
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+
+RESET_AFTER_S = 5.0
+"""A send between hosts that nobody took this long after its channel was closed is ended by closing the endpoint."""
+
+
+class _Channel:
+    """What both halves share: operations outstanding, and the truth about them."""
+
+    def __init__(self, core: UcxCore, peer: Peer) -> None:
+        self._core = core
+        self._peer = peer
+        self._operations: list[Operation] = []
+        self._closed_at: float | None = None
+
+    async def drained(self, timeout_s: float) -> bool:
+        pending = [operation.done for operation in self._operations if not operation.done.done()]
+        if pending:
+            if self._closed_at is not None and time.monotonic() - self._closed_at > RESET_AFTER_S:
+                self._core.reset(self._peer)
+            await asyncio.wait(pending, timeout=timeout_s)
+        self._operations = [operation for operation in self._operations if not operation.done.done()]
+        return not self._operations
+
+    async def close(self) -> None:
+        if self._closed_at is None:
+            self._closed_at = time.monotonic()
+        for operation in self._operations:
+            if not operation.done.done():
+                self._core.give_up(operation)
+
+
+class UcxSendChannel(_Channel):
+    """`read_by_peer`: the receiver asked to read host memory itself. It then says when it is done (`peer_done`), or is dead."""
+
+    def __init__(
+        self, core: UcxCore, peer: Peer, channel: int, spin_s: float, *, read_by_peer: bool, counters: Counter[str]
+    ) -> None:
+        super().__init__(core, peer)
+        self._channel = channel
+        self._spin_s = spin_s
+        self._sent = 0
+        self._read_by_peer = read_by_peer
+        self._counters = counters
+        self._offered = False
+        self._peer_done = asyncio.Event()
+        if not read_by_peer:
+            core.warm(peer)
+
+    async def send(self, header: pb.ChunkHeader, payload: Memory) -> AsyncIterator[pb.FetchResponse]:
+        if self._closed_at is not None:
+            raise TransportError("closed", f"the channel was closed before chunk {header.index}")
+        if self._read_by_peer:
+            address = address_of(payload)
+            if address:
+                self._offered = True
+                self._counters["chunks_offered"] += 1
+                header.address = address
+                yield pb.FetchResponse(header=header)
+                return
+            self._counters["chunks_not_readable"] += 1
+        self._raise_failure()
+        self._operations = [operation for operation in self._operations if not operation.done.done()]
+        self._sent += 1
+        if self._sent >> CHUNK_BITS:
+            raise TransportError("refused", f"more than {(1 << CHUNK_BITS) - 1} chunks in one transfer")
+        header.tag = self._channel << CHUNK_BITS | self._sent
+        operation = self._core.send(self._peer, payload, header.tag, self._spin_s)
+        self._operations.append(operation)
+        await operation.begun
+        self._raise_failure()
+        yield pb.FetchResponse(header=header)
+
+    def peer_done(self) -> None:
+        """The receiver has said that it reads no more, or its process is dead."""
+        self._peer_done.set()
+
+    async def drained(self, timeout_s: float) -> bool:
+        begun = time.monotonic()
+        if not await super().drained(timeout_s):
+            return False
+        if self._offered and not self._peer_done.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._peer_done.wait(), max(0.0, timeout_s - (time.monotonic() - begun)))
+        return self._peer_done.is_set() or not self._offered
+
+    def _raise_failure(self) -> None:
+        for operation in self._operations:
+            if operation.done.done() and (failure := operation.done.result()):
+                raise TransportError(failure.reason, f"sending to incarnation {self._peer.incarnation!r}: {failure}")
+
+
+class UcxReceiveChannel(_Channel):
+    """`source`: the sender's process, when its memory is read from here; `readers` are the threads that do it."""
+
+    def __init__(
+        self,
+        core: UcxCore,
+        peer: Peer,
+        channel: int,
+        *,
+        source: ProcessId | None,
+        readers: Executor,
+        stopping: threading.Event,
+        counters: Counter[str],
+    ) -> None:
+        super().__init__(core, peer)
+        self._channel = channel
+        self._source = source
+        self._readers = readers
+        self._stopping = stopping
+        self._counters = counters
+        self._give_up = False
+        self._has_read = False
+        self._reads: set[asyncio.Future[int]] = set()
+        self._values: dict[int, int] = {}
+        if source is None:
+            core.expect(peer)
+
+    async def accept(
+        self, response: pb.FetchResponse, target: Callable[[pb.ChunkHeader], Memory], timeout_s: float
+    ) -> pb.ChunkHeader | None:
+        if not response.HasField("header") or response.payload:
+            raise TransportError("corrupt", "payload inside the stream of a UCX transfer")
+        header = response.header
+        if self._closed_at is not None:
+            raise TransportError("closed", f"the channel was closed before chunk {header.index}")
+        if header.address:
+            return await self._read(header, target, timeout_s)
+        if header.tag >> CHUNK_BITS != self._channel:
+            raise TransportError("corrupt", f"chunk {header.index} names tag {header.tag:#x}, not one of this transfer")
+        memory = target(header)
+        if len(memory) != header.bytes:
+            raise TransportError("corrupt", f"chunk {header.index}: {header.bytes} bytes for a place of {len(memory)}")
+        operation = self._core.receive(self._peer, memory, header.tag, timeout_s)
+        self._operations = [*(o for o in self._operations if not o.done.done()), operation]
+        try:
+            failure = await asyncio.wait_for(asyncio.shield(operation.done), timeout_s)
+        except TimeoutError:
+            self._core.give_up(operation)
+            raise TransportError(
+                "timeout", f"chunk {header.index}: {header.bytes} bytes did not land in {timeout_s:.3f} s"
+            ) from None
+        if failure is not None:
+            raise TransportError(failure.reason, f"chunk {header.index}: {failure}")
+        return header
+
+    async def _read(self, header: pb.ChunkHeader, target: Callable[[pb.ChunkHeader], Memory], timeout_s: float) -> pb.ChunkHeader:
+        if self._source is None:
+            raise TransportError("corrupt", f"chunk {header.index} names an address, and nobody asked for one")
+        memory = as_host(target(header))
+        if len(memory) != header.bytes:
+            raise TransportError("corrupt", f"chunk {header.index}: {header.bytes} bytes for a place of {len(memory)}")
+        moved = 0
+
+        def count() -> None:
+            nonlocal moved
+            moved += 1
+
+        check = header.checksum.algorithm == "crc32c"
+        work = partial(read_all, self._source, header.address, memory, check=check, stopped=self._stopped, moved=count)
+        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        self._reads.add(reading)
+        self._has_read = True
+        reading.add_done_callback(self._ended)
+        seen = -1
+        while not reading.done() and moved != seen:
+            seen = moved
+            await asyncio.wait([reading], timeout=timeout_s)
+        if not reading.done():
+            self._give_up = True
+            raise TransportError("timeout", f"chunk {header.index}: nothing was read for {timeout_s:.3f} s")
+        value = await reading
+        if check:
+            self._values[header.index] = value
+        self._counters["chunks_read"] += 1
+        self._counters["bytes_read"] += header.bytes
+        return header
+
+    @property
+    def reads_peer(self) -> bool:
+        return self._has_read and self._source is not None and not why_unreadable(self._source)
+
+    def landed_crc32c(self, index: int) -> int | None:
+        """CRC32C of chunk `index` as it lies in the slot, where reading it computed that already. Once."""
+        return self._values.pop(index, None)
+
+    def _stopped(self) -> bool:
+        return self._give_up or self._closed_at is not None or self._stopping.is_set()
+
+    def _ended(self, reading: asyncio.Future[int]) -> None:
+        self._reads.discard(reading)
+        if not reading.cancelled():
+            reading.exception()  # whoever waited has it; after a cancel nobody did
+
+    async def drained(self, timeout_s: float) -> bool:
+        begun = time.monotonic()
+        if self._reads:
+            await asyncio.wait(self._reads, timeout=timeout_s)
+        left_s = max(0.0, timeout_s - (time.monotonic() - begun))
+        return not self._reads and await super().drained(left_s)
+
+    async def close(self) -> None:
+        await super().close()
+        self._core.close_channel(self._channel)
