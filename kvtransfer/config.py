@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from kvtransfer.rpc import require_reachable
 from kvtransfer.tls import TlsSettings, require_encrypted
+from kvtransfer.transport_choice import STATIC_ORDER
 
 MIB = 1024 * 1024
 
@@ -17,12 +18,18 @@ class KvTransferSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    transports: tuple[Literal["ucx", "grpc"], ...] = Field(("ucx", "grpc"), min_length=1)
-    default_transport: Literal["ucx", "grpc"] = Field("ucx", description="Asked for first, where it is one of `transports`.")
+    transports: tuple[Literal["ucx", "nixl", "grpc"], ...] = Field(
+        ("ucx", "grpc"), min_length=1, description="nixl needs the extra of that name."
+    )
+    default_transport: Literal["auto", "ucx", "nixl", "grpc"] = Field(
+        "auto",
+        description="Asked for first, where it is one of `transports`. auto: by what the hosts have, see `splitpoint doctor`.",
+    )
     send_staging_bytes: PositiveInt = 256 * MIB
     receive_staging_bytes: PositiveInt = 256 * MIB
     staging_memory: Literal["auto", "host", "device"] = Field(
-        "auto", description="Where staging lies. auto: on the GPU if the engine's cache is there, and then outside the engine's share."
+        "auto",
+        description="Where staging lies. auto: on the GPU if the engine's cache is there, and then outside the engine's share.",
     )
     checksum: Literal["crc32c", "off"] = "crc32c"
     ucx_same_host: Literal["one_copy", "contained", "direct"] = Field(
@@ -50,5 +57,6 @@ class KvTransferSettings(BaseModel):
 
     @property
     def transport_order(self) -> tuple[str, ...]:
-        """What a gateway asks for when the client does not say: the default, then the others."""
-        return tuple(sorted(self.transports, key=lambda name: name != self.default_transport))
+        """What a gateway asks for when the client does not say: the default, then the others in their static order. With
+        "auto" the workers may advertise a better one."""
+        return tuple(sorted(self.transports, key=lambda name: (name != self.default_transport, STATIC_ORDER.index(name))))

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -23,7 +23,8 @@ from kvtransfer.push import KvTransferServicer
 from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id, host_port
 from kvtransfer.runtime import NodeRuntime
 from kvtransfer.tls import bind, channel
-from kvtransfer.transports import TransportContext, create_transport
+from kvtransfer.transport_choice import auto_order
+from kvtransfer.transports import TransportContext, create_transport, reach_of
 from kvtransfer.transports.base import Memory, Transport, TransportError
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
@@ -266,10 +267,13 @@ class KvNode:
 
     async def _start_transports(self) -> None:
         rt = self._rt
-        context = TransportContext(self._settings, rt.rank, rt.incarnation, rt.host_id)
+        context = TransportContext(
+            self._settings, rt.rank, rt.incarnation, rt.host_id, send_memory=rt.send_memory, receive_memory=rt.receive_memory
+        )
         made = self._given_transports
         schemes = self._settings.transports if made is None else [transport.scheme for transport in made]
         why = []
+        started: dict[str, Transport] = {}
         for index, scheme in enumerate(schemes):
             try:
                 transport = create_transport(scheme, context) if made is None else made[index]
@@ -279,10 +283,18 @@ class KvNode:
                 logger.warning("rank %d: transport %s is not available: %s", rt.rank, scheme, exc)
                 why.append(f"{scheme}: {exc}")
                 continue
-            rt.transports[scheme] = transport
+            started[scheme] = transport
             logger.info("rank %d: transport %s: %s", rt.rank, scheme, transport.describe())
+        rt.transports.update((scheme, started[scheme]) for scheme in self._preferred(started))
         if not rt.transports:
             raise SplitpointError(Code.INTERNAL, f"no transport can start: {'; '.join(why)}")
+
+    def _preferred(self, started: Mapping[str, Transport]) -> Sequence[str]:
+        """The order in which this rank advertises its transports."""
+        if self._settings.default_transport == "auto":
+            return auto_order([reach_of(transport) for transport in started.values()])
+        order = self._settings.transport_order
+        return sorted(started, key=lambda scheme: order.index(scheme) if scheme in order else len(order))
 
     def _make_endpoint(self, port: int) -> pb.RankEndpoint:
         rt = self._rt
@@ -293,6 +305,7 @@ class KvNode:
             host_id=rt.host_id,
             incarnation=rt.incarnation,
             ucx_worker_address=b"" if ucx is None else ucx.worker_address(),
+            transport_addresses={s: t.worker_address() for s, t in rt.transports.items() if s != "ucx" and t.worker_address()},
         )
 
     async def _check_advertised(self) -> None:

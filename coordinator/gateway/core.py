@@ -24,7 +24,8 @@ log = structlog.get_logger(__name__)
 class GatewayCore:
     """Implements `coordinator.gateway.api.Core`. Belongs to one event loop; feed `membership`, then `submit`.
 
-    `transports` are in order of preference, for requests that do not say. `clock` is monotonic seconds, the one that
+    `transports` are in order of preference, for requests that do not say; with `follow_workers` the order that all workers
+    advertise goes before it. `clock` is monotonic seconds, the one that
     `Submission.received_s` is taken from.
     """
 
@@ -34,13 +35,14 @@ class GatewayCore:
         metrics: GatewayMetrics,
         *,
         transports: Sequence[str] = ("ucx", "grpc"),
+        follow_workers: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
-        self.router = Router(settings.routing, rng or random.Random(), transports=transports)
+        self.router = Router(settings.routing, rng or random.Random(), transports=transports, follow_workers=follow_workers)
         self.membership = Membership(self.router, settings.worker_client, clock=clock, on_event=metrics.event)
         self.running: set[RunningChoice] = set()
         """Choices that have started and not ended."""

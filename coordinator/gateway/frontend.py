@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.tokenizer import TextTokenizer
-from coordinator.gateway.validate import Limits
+from coordinator.gateway.validate import TRANSPORTS, Limits
 from protos.errors import Code, SplitpointError
 
 
@@ -86,6 +86,8 @@ class FrontEnd:
     model: ServedModel
     metrics: FrontEndMetrics = field(default_factory=NoMetrics)
     manifest: Callable[[], Mapping[str, Any]] = no_manifest
+    transports: tuple[str, ...] = TRANSPORTS
+    """Those that a request may name."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     door: Door = field(init=False)
 

@@ -84,7 +84,7 @@ class GenerationServicer:
 
     async def _generate(self, raw: bytes, context: Context, received_s: float) -> None:
         frontend = self._frontend
-        metadata = _metadata(context, frontend.settings)
+        metadata = _metadata(context, frontend)
         if len(raw) <= frontend.settings.tokenize_inline_chars:
             request, prompt, sampling = self._parse(raw)
         else:
@@ -185,8 +185,12 @@ async def _complete(choice: Choice, ids: list[int], text: str, last: Delta) -> g
     return complete
 
 
-def _metadata(context: Context, settings: GatewaySettings) -> Metadata:
-    checked = check_metadata(context.invocation_metadata() or (), max_deadline_s=settings.max_deadline_s)
+def _metadata(context: Context, frontend: FrontEnd) -> Metadata:
+    checked = check_metadata(
+        context.invocation_metadata() or (),
+        max_deadline_s=frontend.settings.max_deadline_s,
+        transports=frontend.transports,
+    )
     remaining_s = context.time_remaining()
     if remaining_s is None:
         return checked

@@ -78,7 +78,9 @@ class GenerationEndpoint:
         label = new_request_id()
         exchange.headers = [(b"x-request-id", label.encode())]
         metadata = check_metadata(
-            ((name.decode("latin-1").lower(), value) for name, value in headers), max_deadline_s=settings.max_deadline_s
+            ((name.decode("latin-1").lower(), value) for name, value in headers),
+            max_deadline_s=settings.max_deadline_s,
+            transports=self._frontend.transports,
         )
         client_request_id = metadata.client_request_id or label
         exchange.headers = [(b"x-request-id", client_request_id.encode())]

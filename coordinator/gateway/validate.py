@@ -21,6 +21,7 @@ GREEDY_BELOW = 1e-5
 
 PATHS = ("split", "colocated")
 TRANSPORTS = ("ucx", "grpc")
+"""What a client may name where nothing else is configured."""
 HEADER_PREFIX = "x-splitpoint-"
 PATH_HEADER = "x-splitpoint-path"
 TRANSPORT_HEADER = "x-splitpoint-transport"
@@ -159,8 +160,11 @@ def check_model(requested: str | None, served: str) -> None:
         )
 
 
-def check_metadata(pairs: Iterable[tuple[str, Any]], *, max_deadline_s: float) -> Metadata:
-    """Reads what concerns us of headers or metadata, names in lower case. Other `x-splitpoint-` names are not for clients."""
+def check_metadata(
+    pairs: Iterable[tuple[str, Any]], *, max_deadline_s: float, transports: tuple[str, ...] = TRANSPORTS
+) -> Metadata:
+    """Reads what concerns us of headers or metadata, names in lower case. Other `x-splitpoint-` names are not for clients.
+    `transports` are the configured ones."""
     given: dict[str, str] = {}
     for name, value in pairs:
         if name == REQUEST_ID_HEADER or name in _PUBLIC_HEADERS:
@@ -172,7 +176,7 @@ def check_metadata(pairs: Iterable[tuple[str, Any]], *, max_deadline_s: float) -
     return Metadata(
         client_request_id=_request_id(given.get(REQUEST_ID_HEADER)),
         path=_one_of(given, PATH_HEADER, PATHS),
-        transport=_one_of(given, TRANSPORT_HEADER, TRANSPORTS),
+        transport=_one_of(given, TRANSPORT_HEADER, transports),
         deadline_s=_deadline(given.get(DEADLINE_HEADER), max_deadline_s),
     )
 

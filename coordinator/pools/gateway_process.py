@@ -67,13 +67,15 @@ class GatewayProcess:
         name = served_model_name(self._settings)
         installed = versions()
         metrics = GatewayMetrics(name)
-        self.core = GatewayCore(settings, metrics, transports=self._settings.kvtransfer.transport_order)
+        kv = self._settings.kvtransfer
+        self.core = GatewayCore(settings, metrics, transports=kv.transport_order, follow_workers=kv.default_transport == "auto")
         self._frontend = FrontEnd(
             settings=settings,
             tokenizer=tokenizer,
             model=served_model(self._settings, tokenizer),
             metrics=metrics,
             manifest=lambda: {"versions": installed},
+            transports=self._settings.kvtransfer.transports,
         )
         self._spawn(self.core.membership.follow(self._poll), "membership")
         await self._start_http(self.core, self._frontend)

@@ -24,6 +24,7 @@ from coordinator.routing.filters import (
 from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute, workers_of
 from coordinator.routing.policy import Accept, Candidate, LoadBook, least_loaded
 from coordinator.routing.views import Role, WorkerState, WorkerView
+from kvtransfer.transport_choice import agreed_order
 from protos.ids import Incarnation
 
 TRANSPORT_FALLBACK = "transport_fallback"
@@ -35,12 +36,16 @@ BREAKER_OVERRIDDEN = "breaker_overridden"
 class Router:
     """Chooses paths and workers. A decision scans the ready workers and copies none of them.
 
-    `transports` are in order of preference; a pair that has only a later one leaves a note on its route.
+    `transports` are in order of preference; a pair that has only a later one leaves a note on its route. `follow_workers`: the
+    order that all ready workers advertise goes before it (`default_transport = "auto"`).
     """
 
-    def __init__(self, settings: RoutingSettings, rng: random.Random, *, transports: Sequence[str]) -> None:
+    def __init__(
+        self, settings: RoutingSettings, rng: random.Random, *, transports: Sequence[str], follow_workers: bool = False
+    ) -> None:
         self._settings = settings
-        self._transports = tuple(transports)
+        self._configured = self._transports = tuple(transports)
+        self._follow_workers = follow_workers
         self._rng = rng
         self._table: Table = build_table(())
         self._tiers: list[tuple[Candidate, ...]] = []
@@ -53,6 +58,9 @@ class Router:
         self._table = build_table(self.load.candidates(v for v in views if v.state is not WorkerState.DEAD))
         by_role = self._table.by_role
         self._tiers = [tuple(c for role in tier for c in by_role[role]) for tier in self._settings.colocated_roles]
+        if self._follow_workers:
+            ends = [c.view.transports for role in (Role.PREFILL, Role.DECODE) for c in by_role[role]]
+            self._transports = agreed_order(ends, self._configured)
         for incarnation in old.keys() - self._table.by_incarnation.keys():
             self.breakers.forget(incarnation)
 

@@ -19,9 +19,24 @@ from kvtransfer.transports.base import ReceiveChannel, SendChannel, Transport, T
 from protos.ids import new_incarnation, new_transfer_id
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
-SCHEMES = ("inproc", "grpc", "ucx")
+SCHEMES = ("inproc", "grpc", "ucx", "nixl")
 TIMEOUT_S = 10.0
 MESSAGE_BYTES = 4000
+STAGING_BYTES = 4 << 20
+
+
+@dataclass
+class Staging:
+    """One side's staging: the only memory that a transport is ever given."""
+
+    memory: np.ndarray
+    used: int = 0
+
+    def slot(self, data: np.ndarray) -> np.ndarray:
+        """A piece of it that begins with these bytes."""
+        start, self.used = self.used, self.used + len(data)
+        self.memory[start : self.used] = data
+        return self.memory[start : self.used]
 
 
 @dataclass
@@ -32,6 +47,8 @@ class Pair:
     receive: Transport
     sender: pb.RankEndpoint
     receiver_incarnation: str
+    sending: Staging
+    receiving: Staging
 
     def open(self) -> tuple[SendChannel, ReceiveChannel]:
         """Both channels of one fetch."""
@@ -50,18 +67,23 @@ class Pair:
 @pytest.fixture(params=SCHEMES)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     scheme = request.param
-    if scheme == "ucx":
-        pytest.importorskip("ucxx", exc_type=ImportError)
+    if scheme in ("ucx", "nixl"):
+        pytest.importorskip(f"kvtransfer.transports.{scheme}", exc_type=ImportError)
     settings = KvTransferSettings(grpc_message_bytes=MESSAGE_BYTES)
     incarnations = new_incarnation(), new_incarnation()
-    send, receive = (create_transport(scheme, TransportContext(settings, 0, inc, host_id())) for inc in incarnations)
+    areas = [np.zeros(STAGING_BYTES, np.uint8) for _ in range(4)]
+    send, receive = (
+        create_transport(scheme, TransportContext(settings, 0, incarnation, host_id(), *areas[2 * side : 2 * side + 2]))
+        for side, incarnation in enumerate(incarnations)
+    )
     await send.start()
     await receive.start()
     endpoint = pb.RankEndpoint(
         address="127.0.0.1:1", host_id=host_id(), incarnation=incarnations[0], ucx_worker_address=send.worker_address()
     )
+    endpoint.transport_addresses[scheme] = send.worker_address()
     try:
-        yield Pair(send, receive, endpoint, incarnations[1])
+        yield Pair(send, receive, endpoint, incarnations[1], Staging(areas[0]), Staging(areas[3]))
     finally:
         await receive.stop()
         await send.stop()
@@ -110,7 +132,8 @@ async def move(pair: Pair, data: np.ndarray, slot: np.ndarray, sizes: list[int])
 
 async def check_bytes_and_headers_arrive_in_order(pair: Pair) -> None:
     for sizes in ([1], [MESSAGE_BYTES], [MESSAGE_BYTES + 1, MESSAGE_BYTES - 1], [70_000, 3, 1 << 20, 8192]):
-        data, slot = random_bytes(sum(sizes), 1), np.zeros(sum(sizes), np.uint8)
+        data = pair.sending.slot(random_bytes(sum(sizes), 1))
+        slot = pair.receiving.slot(np.zeros(sum(sizes), np.uint8))
         done = await move(pair, data, slot, sizes)
         assert np.array_equal(slot, data)
         expected = headers(sizes)
@@ -118,8 +141,8 @@ async def check_bytes_and_headers_arrive_in_order(pair: Pair) -> None:
 
 
 async def check_nothing_is_written_outside_the_target(pair: Pair) -> None:
-    memory = np.full(3 * 65536, 7, np.uint8)
-    data = random_bytes(65536, 2)
+    memory = pair.receiving.slot(np.full(3 * 65536, 7, np.uint8))
+    data = pair.sending.slot(random_bytes(65536, 2))
     await move(pair, data, memory[65536:131072], [40_000, 25_536])
     assert np.array_equal(memory[65536:131072], data)
     assert (memory[:65536] == 7).all()
@@ -127,8 +150,8 @@ async def check_nothing_is_written_outside_the_target(pair: Pair) -> None:
 
 
 async def check_concurrent_channels_do_not_mix(pair: Pair) -> None:
-    datas = [random_bytes(50_000, seed) for seed in range(6)]
-    slots = [np.zeros(50_000, np.uint8) for _ in datas]
+    datas = [pair.sending.slot(random_bytes(50_000, seed)) for seed in range(6)]
+    slots = [pair.receiving.slot(np.zeros(50_000, np.uint8)) for _ in datas]
     await asyncio.gather(*(move(pair, d, s, [20_000, 30_000]) for d, s in zip(datas, slots, strict=True)))
     for data, slot in zip(datas, slots, strict=True):
         assert np.array_equal(slot, data)
@@ -136,7 +159,7 @@ async def check_concurrent_channels_do_not_mix(pair: Pair) -> None:
 
 async def check_a_refused_target_writes_nothing(pair: Pair) -> None:
     send, receive = pair.open()
-    data = random_bytes(10_000, 3)
+    data = pair.sending.slot(random_bytes(10_000, 3))
     header = headers([10_000])[0]
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -154,7 +177,7 @@ async def check_a_refused_target_writes_nothing(pair: Pair) -> None:
 
 async def check_a_receiver_that_leaves_frees_both_slots(pair: Pair) -> None:
     send, receive = pair.open()
-    data, slot = random_bytes(200_000, 4), np.zeros(200_000, np.uint8)
+    data, slot = pair.sending.slot(random_bytes(200_000, 4)), pair.receiving.slot(np.zeros(200_000, np.uint8))
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
     sending = asyncio.create_task(stream(send, data, [100_000, 100_000], queue))
     message = pb.FetchResponse.FromString(await queue.get() or b"")
@@ -168,7 +191,7 @@ async def check_a_receiver_that_leaves_frees_both_slots(pair: Pair) -> None:
 
 async def check_a_sender_that_leaves_frees_both_slots(pair: Pair) -> None:
     send, receive = pair.open()
-    data = random_bytes(100_000, 5)
+    data = pair.sending.slot(random_bytes(100_000, 5))
     iterator = aiter(send.send(headers([100_000])[0], data))
     await anext(iterator)
     await send.close()
@@ -224,7 +247,7 @@ async def test_transport(pair: Pair, check: Callable[[Pair], Awaitable[None]]) -
 
 def test_unknown_scheme_lists_the_known_ones() -> None:
     context = TransportContext(KvTransferSettings(), 0, "i", "h")
-    with pytest.raises(ValueError, match=r"unknown transport 'carrier-pigeon'; known: ucx, grpc, inproc"):
+    with pytest.raises(ValueError, match=r"unknown transport 'carrier-pigeon'; known: ucx, grpc, nixl, inproc"):
         create_transport("carrier-pigeon", context)
 
 
