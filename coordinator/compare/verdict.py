@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.compare.stats import Interval, seeds_to_settle, t_interval
+from coordinator.compare.looks import ALPHA, confidences
+from coordinator.compare.stats import (
+    CONFIDENCE,
+    Interval,
+    bootstrap_interval,
+    claim_p,
+    holm,
+    seeds_to_settle,
+    t_interval,
+)
 
 MARGIN = 0.05
 MIN_SEEDS = 3
@@ -24,8 +34,10 @@ class Verdict(enum.StrEnum):
 class Judgement:
     """The verdict and everything it rests on.
 
-    `ratio`, `low` and `high` are of goodput, split over colocated, with a 95 % interval; None when there are too few seeds
-    for one. `floor_low` and `floor_high` are the baseline against itself. `seeds_needed` is in all, None when unknown.
+    `ratio`, `low` and `high` are of goodput, split over colocated, with an interval of `confidence`; None when there are too few
+    seeds for one. `floor_low` and `floor_high` are the baseline against itself. `bootstrap_low` and `bootstrap_high` stand beside
+    and decide nothing. `p` is of the strongest claim, `p_adjusted` the same among several workloads. `seeds_needed` is in all,
+    None when unknown. `looks` are the planned numbers of seeds, empty where a single look was planned.
     """
 
     verdict: Verdict
@@ -38,6 +50,12 @@ class Judgement:
     floor_low: float | None
     floor_high: float | None
     seeds_needed: int | None
+    confidence: float = CONFIDENCE
+    bootstrap_low: float | None = None
+    bootstrap_high: float | None = None
+    p: float | None = None
+    p_adjusted: float | None = None
+    looks: tuple[int, ...] = ()
 
     def sentence(self) -> str:
         """For people, one line."""
@@ -58,35 +76,75 @@ class Judgement:
         return text
 
 
-def judge(differences: Sequence[float], floor: Sequence[float], margin: float = MARGIN) -> Judgement:
+def judge(
+    differences: Sequence[float],
+    floor: Sequence[float],
+    margin: float = MARGIN,
+    looks: Sequence[int] = (),
+    bootstrap: bool = True,
+) -> Judgement:
     """Judge `differences`, log(split / colocated) of goodput per seed, against `floor`, log(baseline / itself) per seed.
 
+    With `looks`, the numbers of seeds at which it was planned beforehand to judge, only these decide, each with the interval that
+    its share of the error allows. Without, this is the only look.
+
     Raises:
-        ValueError: `margin` is not in (0, 1).
+        ValueError: `margin` is not in (0, 1); `looks` do not rise from two up.
     """
     if not 0 < margin < 1:
         raise ValueError("margin must be between 0 and 1")
-    bound = math.log1p(margin)
-    interval, floor_interval = t_interval(differences), t_interval(floor)
-    verdict, reason = _decide(len(differences), interval, floor_interval, bound)
+    bound, seeds = math.log1p(margin), len(differences)
+    planned = confidences(looks) if looks else {}
+    confidence = planned.get(seeds, CONFIDENCE)
+    interval, floor_interval = t_interval(differences, confidence), t_interval(floor)
+    verdict, reason = _decide(seeds, interval, floor_interval, bound)
+    unfit = floor_interval is not None and len(floor) >= MIN_SEEDS and bool(_unfit(floor_interval, bound))
+    if planned and seeds not in planned and not unfit:
+        verdict, reason = Verdict.UNDECIDED, _between(seeds, planned)
     needed = None
-    if verdict is Verdict.UNDECIDED:
-        needed = seeds_to_settle(differences, bound, MIN_SEEDS) if len(differences) >= 2 else MIN_SEEDS
-        if floor_interval is not None and len(floor) >= MIN_SEEDS and _unfit(floor_interval, bound):
-            needed = None  # more seeds do not mend a rig
-    mean = sum(differences) / len(differences) if differences else None
+    if verdict is Verdict.UNDECIDED and not unfit:  # More seeds do not mend a rig.
+        needed = _needed(differences, bound, tuple(planned))
+    boot = bootstrap_interval(differences) if bootstrap else None
+    mean = sum(differences) / seeds if differences else None
     return Judgement(
         verdict=verdict,
         reason=reason,
         margin=margin,
-        seeds=len(differences),
+        seeds=seeds,
         ratio=None if mean is None else math.exp(mean),
-        low=None if interval is None else math.exp(interval.low),
-        high=None if interval is None else math.exp(interval.high),
-        floor_low=None if floor_interval is None else math.exp(floor_interval.low),
-        floor_high=None if floor_interval is None else math.exp(floor_interval.high),
+        low=_exp(interval, -1),
+        high=_exp(interval, 1),
+        floor_low=_exp(floor_interval, -1),
+        floor_high=_exp(floor_interval, 1),
         seeds_needed=needed,
+        confidence=confidence,
+        bootstrap_low=_exp(boot, -1),
+        bootstrap_high=_exp(boot, 1),
+        p=claim_p(differences, bound) if seeds >= 2 else None,
+        looks=tuple(planned),
     )
+
+
+def judge_family(
+    experiments: Mapping[str, tuple[Sequence[float], Sequence[float]]], margin: float = MARGIN
+) -> dict[str, Judgement]:
+    """One judgement per workload, (differences, floor) each, with at most a 5 % chance that any of them claims what is false.
+
+    Holm's correction: a claim that its adjusted p-value does not carry becomes undecided. Raises `ValueError` as `judge`.
+    """
+    alone = {name: judge(differences, floor, margin) for name, (differences, floor) in experiments.items()}
+    tested = {name: found.p for name, found in alone.items() if found.p is not None}
+    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+    judged = {}
+    for name, found in alone.items():
+        p = adjusted.get(name)
+        found = dataclasses.replace(found, p_adjusted=p)
+        if found.verdict is not Verdict.UNDECIDED and p is not None and p >= ALPHA:
+            reason = f"{found.verdict} by itself, but not among {len(tested)} workloads (Holm: p {p:.3f})"
+            needed = found.seeds + 1
+            found = dataclasses.replace(found, verdict=Verdict.UNDECIDED, reason=reason, seeds_needed=needed)
+        judged[name] = found
+    return judged
 
 
 def _decide(seeds: int, interval: Interval | None, floor: Interval | None, bound: float) -> tuple[Verdict, str]:
@@ -106,6 +164,27 @@ def _decide(seeds: int, interval: Interval | None, floor: Interval | None, bound
     return Verdict.UNDECIDED, "the interval reaches across the margin"
 
 
+def _between(seeds: int, planned: Mapping[int, float]) -> str:
+    looks = ", ".join(map(str, planned))
+    later = [look for look in planned if look > seeds]
+    if later:
+        return f"no look was planned at {seeds} seeds ({looks}); the next is at {later[0]}"
+    return f"all planned looks ({looks}) are past: seeds beyond them belong to a new experiment"
+
+
+def _needed(differences: Sequence[float], bound: float, looks: tuple[int, ...]) -> int | None:
+    """Seeds in all; with planned looks, the first of them that is expected to settle it."""
+    if len(differences) < 2:
+        return MIN_SEEDS
+    needed = seeds_to_settle(differences, bound, MIN_SEEDS)
+    if not looks:
+        return needed
+    later = [look for look in looks if look > len(differences)]
+    if needed is None or not later:
+        return None
+    return next((look for look in later if look >= needed), None)
+
+
 def _unfit(floor: Interval, bound: float) -> str:
     """Why the baseline against itself fails, or ""."""
     if floor.low > 0 or floor.high < 0:
@@ -113,3 +192,8 @@ def _unfit(floor: Interval, bound: float) -> str:
     if floor.half_width > bound:
         return "the baseline against itself spreads wider than the margin"
     return ""
+
+
+def _exp(interval: Interval | None, side: int) -> float | None:
+    """The lower (-1) or upper (1) bound as a ratio."""
+    return None if interval is None else math.exp(interval.low if side < 0 else interval.high)

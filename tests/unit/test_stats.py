@@ -113,3 +113,52 @@ def test_seeds_to_settle_knows_no_answer_on_the_margin() -> None:
     margin = 0.1
     assert stats.seeds_to_settle([0.0, 0.2], margin, 3) is None
     assert stats.seeds_to_settle([0.1], margin, 3) is None
+
+
+def test_bootstrap_equals_scipys_and_repeats() -> None:
+    values = [0.02, 0.07, 0.05, 0.11, 0.04, 0.06]
+    found = stats.bootstrap_interval(values, seed=3)
+    assert found == stats.bootstrap_interval(values, seed=3)
+    assert found is not None
+    expected = scipy_stats.bootstrap((values,), np.mean, method="BCa", n_resamples=9999, rng=np.random.default_rng(3))
+    assert (found.low, found.high) == pytest.approx(
+        (expected.confidence_interval.low, expected.confidence_interval.high), abs=0.003
+    )
+    interval = stats.t_interval(values)
+    assert interval is not None
+    assert interval.low < found.low < found.mean < found.high < interval.high
+
+
+@pytest.mark.parametrize("values", [[], [0.1], [0.1, 0.2]])
+def test_no_bootstrap_from_fewer_than_three(values: list[float]) -> None:
+    assert stats.bootstrap_interval(values) is None
+
+
+def test_bootstrap_of_equal_values_has_no_width() -> None:
+    found = stats.bootstrap_interval([0.5, 0.5, 0.5])
+    assert found == stats.Interval(0.5, 0.5, 0.5, 3)
+
+
+def test_holm_equals_the_published_example() -> None:
+    """The four p-values of the usual textbook example, and R's p.adjust(..., "holm") of five others."""
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.2, 0.001, 0.5, 0.04, 0.9]) == pytest.approx([0.6, 0.005, 1.0, 0.16, 1.0])
+    assert stats.holm([]) == []
+    with pytest.raises(ValueError, match="p-values"):
+        stats.holm([1.2])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_lies_between_the_value_and_bonferroni(values: list[float]) -> None:
+    for p, adjusted in zip(values, stats.holm(values), strict=True):
+        assert p <= adjusted <= min(1.0, len(values) * p) + 1e-12
+
+
+@given(st.lists(st.floats(-0.3, 0.3), min_size=2, max_size=12), st.floats(0.01, 0.2))
+def test_a_claim_is_significant_exactly_when_the_interval_decides(values: list[float], margin: float) -> None:
+    interval = stats.t_interval(values)
+    assert interval is not None
+    decides = interval.low > margin or interval.high < -margin or (interval.low > -margin and interval.high < margin)
+    p = stats.claim_p(values, margin)
+    if abs(p - 0.05) > 1e-6:
+        assert (p < 0.05) is decides

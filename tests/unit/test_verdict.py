@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from coordinator.compare.verdict import MIN_SEEDS, Verdict, judge
+from coordinator.compare.verdict import MIN_SEEDS, Verdict, judge, judge_family
 
 QUIET_FLOOR = [0.004, -0.004, 0.002, -0.002]
 
@@ -81,8 +81,8 @@ def test_verdict_mirrors_when_the_arms_change_places() -> None:
     mirror = {Verdict.SPLIT: Verdict.COLOCATE, Verdict.COLOCATE: Verdict.SPLIT}
     for _ in range(200):
         differences = [source.gauss(source.choice([-0.2, 0.0, 0.2]), 0.02) for _ in range(5)]
-        there = judge(differences, QUIET_FLOOR).verdict
-        back = judge([-d for d in differences], QUIET_FLOOR).verdict
+        there = judge(differences, QUIET_FLOOR, bootstrap=False).verdict
+        back = judge([-d for d in differences], QUIET_FLOOR, bootstrap=False).verdict
         assert back is mirror.get(there, there)
 
 
@@ -98,3 +98,68 @@ def test_sentence_names_the_verdict_and_its_ground() -> None:
 def test_margin_is_checked(margin: float) -> None:
     with pytest.raises(ValueError, match="margin"):
         judge([], [], margin)
+
+
+class TestLooks:
+    LOOKS = (3, 5, 8)
+
+    def test_an_early_look_needs_more_evidence_than_the_last(self) -> None:
+        early = judge(around(1.15, count=5, spread=0.02), QUIET_FLOOR, looks=self.LOOKS)
+        alone = judge(around(1.15, count=5, spread=0.02), QUIET_FLOOR)
+        assert early.confidence > 0.99 > alone.confidence
+        assert early.low is not None
+        assert alone.low is not None
+        assert early.low < alone.low
+
+    def test_only_planned_numbers_of_seeds_decide(self) -> None:
+        between = judge(around(2.0, count=4), QUIET_FLOOR, looks=self.LOOKS)
+        assert between.verdict is Verdict.UNDECIDED
+        assert "the next is at 5" in between.reason
+        assert between.seeds_needed == 5
+        after = judge(around(2.0, count=9), QUIET_FLOOR, looks=self.LOOKS)
+        assert after.verdict is Verdict.UNDECIDED
+        assert "new experiment" in after.reason
+        assert after.seeds_needed is None
+        assert judge(around(2.0, count=8), QUIET_FLOOR, looks=self.LOOKS).verdict is Verdict.SPLIT
+
+    def test_an_unfit_rig_is_said_first(self) -> None:
+        found = judge(around(2.0, count=4), [0.3, -0.3, 0.1], looks=self.LOOKS)
+        assert found.reason.startswith("rig unfit")
+
+    def test_what_would_settle_it_is_a_planned_look(self) -> None:
+        found = judge([0.02, 0.16, 0.12], QUIET_FLOOR, looks=(3, 50, 100))
+        assert found.seeds_needed in (50, 100)
+
+
+class TestFamily:
+    def test_one_workload_needs_no_correction(self) -> None:
+        alone = judge(around(1.3), QUIET_FLOOR)
+        found = judge_family({"w": (around(1.3), QUIET_FLOOR)})["w"]
+        assert found.verdict is alone.verdict
+        assert found.p_adjusted == found.p == alone.p
+
+    def test_a_weak_claim_falls_among_many(self) -> None:
+        weak = [0.06, 0.12, 0.2, 0.09, 0.15]
+        assert judge(weak, QUIET_FLOOR).verdict is Verdict.SPLIT
+        undecided = [-0.1, 0.1, -0.2, 0.25, 0.02]
+        family = {f"u{i}": (undecided, QUIET_FLOOR) for i in range(4)}
+        found = judge_family({"weak": (weak, QUIET_FLOOR), "strong": (around(2.0), QUIET_FLOOR), **family})
+        assert found["strong"].verdict is Verdict.SPLIT
+        assert found["weak"].verdict is Verdict.UNDECIDED
+        assert "Holm" in found["weak"].reason
+        assert found["weak"].seeds_needed == 6
+
+    def test_workloads_without_seeds_are_not_counted(self) -> None:
+        found = judge_family({"none": ([], []), "one": (around(1.3), QUIET_FLOOR)})
+        assert found["none"].p_adjusted is None
+        assert found["one"].p_adjusted == found["one"].p
+
+
+def test_the_bootstrap_stands_beside_and_lies_inside() -> None:
+    found = judge([0.02, 0.07, 0.05, 0.11, 0.04, 0.06], QUIET_FLOOR)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.bootstrap_low is not None
+    assert found.bootstrap_high is not None
+    assert found.low < found.bootstrap_low < found.bootstrap_high < found.high
+    assert judge([0.02, 0.07, 0.05], QUIET_FLOOR, bootstrap=False).bootstrap_low is None
