@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvtransfer.connector.host_blocks import HostBlocks
+from kvtransfer.memory import as_host
+
 if TYPE_CHECKING:
     from kvtransfer.connector.cuda_blocks import DeviceCopy
 
@@ -95,16 +98,14 @@ class EngineBlocks:
         for segment in (s for segments in per_layer for s in segments):
             self._segments.append((offset, segment))
             offset += segment.shape[1]
-        self._on_host = self.device.type == "cpu"
+        on_host = self.device.type == "cpu"
         self._cuda: Any = None
-        if not self._on_host:
+        if not on_host:
             # Needs Triton, which only GPU builds of torch bring.
             from kvtransfer.connector.cuda_blocks import CudaBlocks
 
             self._cuda = CudaBlocks(self._segments, self.block_bytes, self.device)
-        self._host: list[tuple[int, np.ndarray]] = []
-        if self._on_host:
-            self._host = [(start, segment.numpy()) for start, segment in self._segments]
+        self._host = HostBlocks([(start, segment.numpy()) for start, segment in self._segments]) if on_host else None
 
     def gather(self, block_ids: Sequence[int], rows: BlockArray) -> DeviceCopy | None:
         """Copy engine blocks into `rows` `[len(block_ids), block_bytes]`.
@@ -112,23 +113,19 @@ class EngineBlocks:
         Returns None when the bytes are there already, or the copy that will bring them. The blocks may be written again by
         anything that comes later on the current stream.
         """
-        if not self._on_host:
+        if self._host is None:
             copy: DeviceCopy = self._cuda.gather(block_ids, _as_tensor(rows))
             return copy
-        for row, block in zip(rows, block_ids, strict=True):
-            for start, source in self._host:
-                row[start : start + source.shape[1]] = source[block]
+        self._host.gather(block_ids, as_host(rows))
         return None
 
     def scatter(self, rows: BlockArray, block_ids: Sequence[int]) -> DeviceCopy | None:
         """Copy `rows` into engine blocks. Returns None when that is done, or the copy that still reads `rows`; the blocks are
         complete for whatever comes later on the current stream."""
-        if not self._on_host:
+        if self._host is None:
             copy: DeviceCopy = self._cuda.scatter(_as_tensor(rows), block_ids)
             return copy
-        for row, block in zip(rows, block_ids, strict=True):
-            for start, target in self._host:
-                target[block] = row[start : start + target.shape[1]]
+        self._host.scatter(as_host(rows), block_ids)
         return None
 
     def digests(self, block_ids: Sequence[int]) -> list[str]:
