@@ -15,14 +15,22 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from coordinator.config import served_model_name
 from coordinator.pools import admin
 from coordinator.pools.fleet import Fleet, Member, rules_of
 from coordinator.pools.probe import answers
 from coordinator.pools.process import log_to
-from coordinator.pools.ray_fleet import create_worker, end_worker, end_workers, free_places_but, live_workers, wait_death
+from coordinator.pools.ray_deaths import Deaths
+from coordinator.pools.ray_fleet import (
+    create_worker,
+    end_worker,
+    end_workers,
+    free_places_but,
+    live_workers,
+    wait_death,
+)
 from coordinator.pools.ray_gateway import GATEWAY_PREFIX, create_gateway, drain_gateways, restart_gateway
 from coordinator.pools.ray_worker import WorkerActor
 from coordinator.pools.reconcile import (
@@ -65,9 +73,9 @@ class CoordinatorActor:
         self._first_life = self._store.begin_run(spec.run_id, targets)
         self._fleet = Fleet()
         self._handles: dict[WorkerId, ActorHandle] = {}
+        self._deaths = Deaths(self._store, self._fleet, self._handles, self._rules.heartbeat_interval_s)
         self._busy: dict[WorkerId, asyncio.Task[None]] = {}
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
-        self._telling: set[asyncio.Task[None]] = set()
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
         self._gateways: dict[str, GatewayReport] = {}
         self._gateway_faults: dict[str, str] = {}
@@ -118,6 +126,7 @@ class CoordinatorActor:
             target = next((t for t in self._store.targets() if t.name == pool), None)
             if target is not None:
                 self._fleet.created(worker_id, pool, target.role, self._fleet.free_slot(), now_s)
+        self._deaths.resume(found)
         for worker_id, left_s in self._store.draining().items():
             self._fleet.drain(worker_id, time.monotonic() + max(0.0, left_s))
         if found:
@@ -230,39 +239,15 @@ class CoordinatorActor:
             return
         await end_worker(worker_id, self._handles.get(worker_id), member.beat)
         self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
-        self._store.forget(worker_id)
+        self._deaths.died(worker_id, member.beat)
         watch = self._watches.pop(worker_id, None)
         if watch is not None:
             watch.cancel()
         self._handles.pop(worker_id, None)
         self._finals[worker_id] = admin.worker_status(member.view(time.monotonic()), member.beat)
         self._fleet.forget(worker_id)
-        if member.beat is not None:
-            self._tell_peers(member.beat.view.incarnation)
+        self._deaths.tell()
         log.info("worker %s is gone: %s", worker_id, reason)
-
-    def _tell_peers(self, incarnation: str) -> None:
-        """The process is known dead, so staging that the others hold back for its sake may be used again (rule 13)."""
-        for worker_id, member in self._fleet.members.items():
-            if member.ready_s is not None:
-                task = asyncio.get_running_loop().create_task(self._tell_peer(worker_id, incarnation))
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
-
-    async def _tell_peer(self, worker_id: WorkerId, incarnation: str) -> None:
-        """Until the worker has heard it or is gone itself: nothing else gives that staging back."""
-        while worker_id in self._fleet.members:
-            handle = self._handles.get(worker_id)
-            try:
-                if handle is not None:
-                    await asyncio.wait_for(handle.peer_died.remote(incarnation), _CALL_TIMEOUT_S)
-                    return
-            except ActorDiedError:
-                return
-            except (RayError, TimeoutError) as error:
-                cause = getattr(error, "cause", None) or error
-                log.warning("telling %s that %s is dead: %r; trying again", worker_id, incarnation, cause)
-            await asyncio.sleep(self._rules.heartbeat_interval_s)
 
     # -- gateways ------------------------------------------------------------------------------------------------------
 
@@ -295,6 +280,8 @@ class CoordinatorActor:
         if self._first_life and not self._ready.is_set():
             return False  # of a former run
         known = self._fleet.heard(beat, time.monotonic())
+        if known and beat.view.state is WorkerState.READY:
+            self._deaths.serves(beat)
         if known and beat.view.worker_id not in self._handles:
             for worker_id, handle in (await asyncio.to_thread(live_workers)).items():
                 if worker_id == beat.view.worker_id and worker_id not in self._handles:

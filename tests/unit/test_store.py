@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.pools.reconcile import PoolTarget
-from coordinator.pools.store import Store
+from coordinator.pools.reports import ProcessRef
+from coordinator.pools.store import KnownProcess, Store
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
 
@@ -76,3 +77,30 @@ def test_forgetting_is_idempotent(store: Store) -> None:
 def test_a_negative_target_is_refused_by_the_disk_too(store: Store) -> None:
     with pytest.raises(Exception, match="CHECK"):
         store.put_target(PoolTarget(name="decode", role=Role.DECODE, replicas=-1))
+
+
+def test_deaths_that_are_still_to_be_told_survive_a_restart_and_no_new_run(store: Store, path: Path) -> None:
+    store.begin_run("run-1", [PREFILL])
+    served = KnownProcess(
+        worker_id=WorkerId("prefill-1"),
+        incarnation="inc-1",
+        node_id="n",
+        processes=(ProcessRef(7, 1.5, ("psm_a",)), ProcessRef(8, 2.0)),
+    )
+    store.put_process(served)
+    store.put_process(served)
+    again = Store(path)
+    assert again.processes() == [served]
+    again.put_fence("inc-1")
+    again.put_fence("inc-1")
+    again.forget(WorkerId("prefill-1"))
+    assert (again.processes(), again.fences()) == ([], ["inc-1"])
+    again.close()
+    assert store.fences() == ["inc-1"]
+    store.fenced("inc-1")
+    store.fenced("inc-1")
+    assert store.fences() == []
+    store.put_process(served)
+    store.put_fence("inc-0")
+    store.begin_run("run-2", [PREFILL])
+    assert (store.processes(), store.fences()) == ([], [])
