@@ -47,6 +47,9 @@ class KvTransferSettings(BaseModel):
         16 * MIB, description="Staged blocks are sent in chunks of at most this, each with a checksum."
     )
     max_pending_fetches: PositiveInt = 1024
+    fetch_wait_s: float = Field(
+        30.0, gt=0, description="How long a peer's fetch waits for its reservation, whatever deadline it names."
+    )
     tls: TlsSettings | None = Field(None, description="Filled from `[security]`.")
 
     @model_validator(mode="after")

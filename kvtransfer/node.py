@@ -251,7 +251,6 @@ class KvNode:
             rt.endpoint.CopyFrom(self._make_endpoint(port))
             await server.start()
             await self._check_advertised()
-            rt.tasks.spawn("sweep", rt.sweep())
             self._listening.set()
             await self._stop.wait()
         finally:
@@ -270,6 +269,22 @@ class KvNode:
         context = TransportContext(
             self._settings, rt.rank, rt.incarnation, rt.host_id, send_memory=rt.send_memory, receive_memory=rt.receive_memory
         )
+    async def _until_stopped(self) -> None:
+        """Sweeps meanwhile. A node that ends nothing by its deadline would hold staging for ever, so it ends with its sweep: the
+        worker's heartbeats find nobody listening, and the worker is replaced."""
+        assert self._stop is not None
+        stop = asyncio.create_task(self._stop.wait())
+        sweep = asyncio.create_task(self._rt.sweep(), name="sweep")
+        try:
+            await asyncio.wait((stop, sweep), return_when=asyncio.FIRST_COMPLETED)
+            if sweep.done():
+                self._rt.metrics.event("sweep_ended")
+                await sweep
+        finally:
+            stop.cancel()
+            sweep.cancel()
+            await asyncio.gather(stop, sweep, return_exceptions=True)
+
         made = self._given_transports
         schemes = self._settings.transports if made is None else [transport.scheme for transport in made]
         why = []

@@ -144,6 +144,8 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
     async def _lease(self, grant: pb.TransferGrant, deadline: float) -> Lease:
         """The lease, with its capability spent; waits for a `Reserve` that is on its way."""
         rt = self._rt
+        # The peer's deadline is its own word: what nothing was reserved for holds a place no longer than this side says.
+        deadline = min(deadline, rt.now() + rt.settings.fetch_wait_s)
         waited = False
         try:
             while True:

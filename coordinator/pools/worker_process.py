@@ -62,6 +62,8 @@ class WorkerProcess:
         self._stopping = asyncio.Event()
         self._beat_now = asyncio.Event()
         self._missed = 0
+        self._ranks_lost = 0
+        self._rank_detail = ""
         self.server = self._make_server()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -150,6 +152,9 @@ class WorkerProcess:
                 return self._stop_reason or "stopped"
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_now.wait(), interval_s)
+            if self._ranks_lost >= self._settings.coordinator.missed_heartbeats:
+                # Without its transfer node a worker looks healthy and fails every split request.
+                return f"its ranks are lost, {self._ranks_lost} heartbeats in a row: {self._rank_detail}"
             dead = await self._engine_death()
             if dead is not None:
                 return f"its engine died: {dead}"
@@ -201,7 +206,8 @@ class WorkerProcess:
         if state is WorkerState.READY and server.engine is not None:
             beat = await heartbeat(server, _STATUS_TIMEOUT_S)
             running, waiting, leases, kv_usage = beat.running, beat.waiting, beat.leases, beat.kv_usage
-            detail = beat.detail
+            detail = self._rank_detail = beat.detail
+            self._ranks_lost = self._ranks_lost + 1 if beat.rank_lost else 0
             resources = self._resources(beat)
             if detail:
                 log.warning("worker %s: %s", self.spec.worker_id, detail)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.worker.server import WorkerServer
-from protos.errors import SplitpointError
+from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import kv_transfer_pb2
 
 
@@ -47,18 +47,21 @@ class WorkerHeartbeat:
     """Why the engine cannot serve any more."""
     detail: str = ""
     """A rank that does not answer."""
+    rank_lost: bool = False
+    """Nobody listens where a rank did: its transfer node has ended, or its process. One that is only slow is not lost."""
 
 
 async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
     """Ask the engine and the ranks, each at most `timeout_s`. Never raises for a rank or an engine that is silent or dead."""
     counters = dict(server.metrics.events)
-    leases, send, receive, detail = server.open_transfers(), 0.0, 0.0, ""
+    leases, send, receive, detail, rank_lost = server.open_transfers(), 0.0, 0.0, "", False
     ranks: list[kv_transfer_pb2.GetNodeStatusResponse] = []
     try:
         ranks = await server.rank_status(timeout_s)
     except (TimeoutError, SplitpointError) as error:
         server.metrics.event("status_failed")
         detail = f"a rank does not answer: {error or 'timed out'}"
+        rank_lost = isinstance(error, SplitpointError) and error.code is Code.WORKER_LOST
         # It may hold some: a drain must not end because nobody could be asked.
         leases = max(leases, 1)
     else:
@@ -95,6 +98,7 @@ async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
         receive_staging=_sum(r.receive for r in ranks),
         dead=str(server.engine_death or ""),
         detail=detail,
+        rank_lost=rank_lost,
     )
 
 

@@ -87,6 +87,8 @@ class Operation:
     request: Any = None
     array: Any = None
     cancelled: bool = False
+    endpoint: Any = None
+    """What it was posted on."""
 
 
 @dataclass(slots=True)
@@ -96,6 +98,8 @@ class _State:
     context: Any = None
     worker: Any = None
     endpoints: dict[Peer, Any] = field(default_factory=dict)
+    retired: list[tuple[Peer, Any]] = field(default_factory=list)
+    """Endpoints to be closed as soon as nobody waits for anything on them."""
     operations: list[Operation] = field(default_factory=list)
     sinks: list[tuple[Any, Any]] = field(default_factory=list)
     reached: set[Peer] = field(default_factory=set)
@@ -179,9 +183,10 @@ class UcxCore:
         self._submit(self._linger)
 
     def reset(self, peer: Peer) -> None:
-        """Tear down an endpoint that has error handling: everything outstanding on it completes. No-op on others."""
+        """End what was given up on an endpoint that has error handling; no-op on others. UCX cancels no single request, so the
+        endpoint is closed, but only when nothing healthy is left on it: new messages take a new one meanwhile."""
         if peer.error_handling:
-            self._submit(lambda: self._drop(peer))
+            self._submit(lambda: self._retire(peer))
 
     def peer_died(self, incarnation: str) -> None:
         self._submit(lambda: self._bury(incarnation))
@@ -307,7 +312,7 @@ class UcxCore:
                 raise TransportError("closed", "UCX is stopped")
             endpoint = self._endpoint(operation.peer)
             if operation.sending:
-                operation.array = _array(operation.memory)
+                operation.array, operation.endpoint = _array(operation.memory), endpoint
                 operation.request = endpoint.tag_send(operation.array, ucx.UCXXTag(operation.tag))
         except (ucx.UCXError, RuntimeError) as exc:
             self._settle(operation, TransportError("peer_lost", f"UCX refused to send: {exc}"))
@@ -325,9 +330,11 @@ class UcxCore:
                 self._begin_receive(operation)
             request = operation.request
             if request is not None and request.completed:
-                operation.request = operation.array = None
+                operation.request = operation.array = operation.endpoint = None
                 self._settle(operation, _failure(request))
         state.sinks = [entry for entry in state.sinks if not entry[0].completed]
+        if state.retired:
+            self._close_retired()
 
     def _begin_receive(self, operation: Operation) -> None:
         state = self._state
@@ -347,7 +354,7 @@ class UcxCore:
             self._sink(found)
             self._settle(operation, TransportError("corrupt", f"{found.length} bytes came where {expected} were announced"))
             return
-        operation.array = _array(operation.memory)
+        operation.array, operation.endpoint = _array(operation.memory), endpoint
         try:
             operation.request = endpoint.tag_recv(operation.array, tag)
         except (ucx.UCXError, RuntimeError) as exc:
@@ -384,8 +391,29 @@ class UcxCore:
     def _drop(self, peer: Peer) -> None:
         """Close an endpoint. With error handling everything on it completes; bounded, progresses UCX meanwhile."""
         endpoint = self._state.endpoints.pop(peer, None)
-        if endpoint is None:
+        if endpoint is not None:
+            self._close(peer, endpoint)
+
+    def _retire(self, peer: Peer) -> None:
+        state = self._state
+        endpoint = state.endpoints.get(peer)
+        if endpoint is None or not any(op.endpoint is endpoint and op.cancelled for op in state.operations):
             return
+        del state.endpoints[peer]
+        state.retired.append((peer, endpoint))
+        self.counters["endpoints_retired"] += 1
+        if any(op.peer == peer and op.endpoint is None and not op.cancelled for op in state.operations):
+            self._prepare(peer)  # a receive waits for its message: it will be posted on the new one
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        state = self._state
+        for entry in list(state.retired):
+            if not any(op.endpoint is entry[1] and not op.cancelled for op in state.operations):
+                state.retired.remove(entry)
+                self._close(*entry)
+
+    def _close(self, peer: Peer, endpoint: Any) -> None:
         self.counters["endpoints_closed"] += 1
         if not peer.error_handling:
             endpoint.close()  # close_blocking can hang here
@@ -406,6 +434,9 @@ class UcxCore:
         state.reached = {peer for peer in state.reached if peer.incarnation != incarnation}
         for peer in [p for p in state.endpoints if p.incarnation == incarnation]:
             self._drop(peer)
+        for entry in [e for e in state.retired if e[0].incarnation == incarnation]:
+            state.retired.remove(entry)
+            self._close(*entry)
         self._advance(time.monotonic())
         for operation in [op for op in state.operations if op.peer.incarnation == incarnation]:
             self._abandon(operation, TransportError("peer_lost", f"incarnation {incarnation!r} is dead"))
@@ -444,6 +475,8 @@ class UcxCore:
         outstanding = bool(state.operations or state.sinks)
         for peer in list(state.endpoints):
             self._drop(peer)
+        while state.retired:
+            self._close(*state.retired.pop())
         self._advance(time.monotonic())
         for operation in list(state.operations):
             self._abandon(operation, TransportError("closed", "UCX is stopped"))

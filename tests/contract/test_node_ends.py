@@ -88,7 +88,7 @@ async def test_cancelling_a_pull_ends_it_everywhere(pair: NodePair) -> None:
         await pull
     await pair.settled()
     for node in pair.nodes:
-        await until(lambda node=node: not node._rt.pulls and not node._rt.fetches and len(node._rt.tasks) == 1)  # the sweep
+        await until(lambda node=node: not node._rt.pulls and not node._rt.fetches and len(node._rt.tasks) == 0)
 
 
 async def test_release_of_staged_kv_that_no_engine_took(pair: NodePair) -> None:

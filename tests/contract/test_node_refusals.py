@@ -104,6 +104,13 @@ async def test_an_unknown_transfer_is_refused_when_the_time_is_over(pair: NodePa
     await pair.settled()
 
 
+async def test_a_fetch_waits_no_longer_for_its_reservation_than_this_side_says() -> None:
+    async with NodePair(settings=small_settings(fetch_wait_s=0.1)) as pair:
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was reserved"):
+            await fetch(pair, fetch_request(pair, pair.transfer(20), remaining_s=3600))
+        assert pair.senders[0]._rt.pending_fetches == 0
+
+
 async def test_fetches_without_a_reservation_are_bounded() -> None:
     async with NodePair(settings=small_settings(max_pending_fetches=1)) as pair:
         first = asyncio.create_task(fetch(pair, fetch_request(pair, pair.transfer(20), remaining_s=5)))

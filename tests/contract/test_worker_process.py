@@ -134,6 +134,22 @@ async def test_a_worker_whose_engine_dies_ends_itself(worker: WorkerProcess, coo
     assert "engine died" in await asyncio.wait_for(worker.wait_ended(), 20)
 
 
+async def test_a_worker_whose_transfer_node_ends_is_dead_and_says_why(worker: WorkerProcess, coordinator: Coordinator) -> None:
+    """It would go on looking ready, and fail every split request."""
+    await coordinator.until(WorkerState.READY)
+    assert isinstance(worker.server.engine, SimulatedEngine)
+    node = worker.server.engine._kv._nodes[0]
+
+    def crash() -> None:
+        node._rt.sessions = None  # what the sweep looks at
+
+    node._rt.loop.call_soon_threadsafe(crash)
+    reason = await asyncio.wait_for(worker.wait_ended(), 30)
+    assert "its ranks are lost, 3 heartbeats in a row" in reason
+    assert "rank 0" in reason
+    assert node.counters is not None
+
+
 async def test_a_drain_is_confirmed_by_the_next_heartbeat(worker: WorkerProcess, coordinator: Coordinator) -> None:
     await coordinator.until(WorkerState.READY)
     worker.drain()
