@@ -252,7 +252,7 @@ class KvNode:
             await server.start()
             await self._check_advertised()
             self._listening.set()
-            await self._stop.wait()
+            await self._until_stopped()
         finally:
             for running in [*rt.pulls.values(), *rt.fetches.values()]:
                 running.cancel()
