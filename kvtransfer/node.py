@@ -264,11 +264,6 @@ class KvNode:
             rt.executor.shutdown(wait=True)
             rt.waiters.shutdown(wait=True)
 
-    async def _start_transports(self) -> None:
-        rt = self._rt
-        context = TransportContext(
-            self._settings, rt.rank, rt.incarnation, rt.host_id, send_memory=rt.send_memory, receive_memory=rt.receive_memory
-        )
     async def _until_stopped(self) -> None:
         """Sweeps meanwhile. A node that ends nothing by its deadline would hold staging for ever, so it ends with its sweep: the
         worker's heartbeats find nobody listening, and the worker is replaced."""
@@ -290,6 +285,11 @@ class KvNode:
         why = []
         started: dict[str, Transport] = {}
         for index, scheme in enumerate(schemes):
+    async def _start_transports(self) -> None:
+        rt = self._rt
+        context = TransportContext(
+            self._settings, rt.rank, rt.incarnation, rt.host_id, send_memory=rt.send_memory, receive_memory=rt.receive_memory
+        )
             try:
                 transport = create_transport(scheme, context) if made is None else made[index]
                 await transport.start()
