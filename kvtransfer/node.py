@@ -280,16 +280,16 @@ class KvNode:
             sweep.cancel()
             await asyncio.gather(stop, sweep, return_exceptions=True)
 
-        made = self._given_transports
-        schemes = self._settings.transports if made is None else [transport.scheme for transport in made]
-        why = []
-        started: dict[str, Transport] = {}
-        for index, scheme in enumerate(schemes):
     async def _start_transports(self) -> None:
         rt = self._rt
         context = TransportContext(
             self._settings, rt.rank, rt.incarnation, rt.host_id, send_memory=rt.send_memory, receive_memory=rt.receive_memory
         )
+        made = self._given_transports
+        schemes = self._settings.transports if made is None else [transport.scheme for transport in made]
+        why = []
+        started: dict[str, Transport] = {}
+        for index, scheme in enumerate(schemes):
             try:
                 transport = create_transport(scheme, context) if made is None else made[index]
                 await transport.start()
