@@ -27,6 +27,9 @@ class KvTransferSettings(BaseModel):
     )
     send_staging_bytes: PositiveInt = 256 * MIB
     receive_staging_bytes: PositiveInt = 256 * MIB
+    pack_staging_bytes: PositiveInt = Field(
+        64 * MIB, description="Beside send staging: where a share for a rank of another shape is cut together."
+    )
     staging_memory: Literal["auto", "host", "device"] = Field(
         "auto",
         description="Where staging lies. auto: on the GPU if the engine's cache is there, and then outside the engine's share.",

@@ -54,14 +54,18 @@ class RankControl:
             SplitpointError: STAGING_FULL, TRANSFER_REFUSED, DEADLINE_EXCEEDED or WORKER_LOST, naming the rank; no rank holds
                 anything then.
         """
-        request = pb.ReserveRequest(
-            grant=grant,
-            prompt_tokens=prompt_tokens,
-            token_hash=token_hash,
-            remaining_s=remaining_s,
-            staging_wait_s=staging_wait_s,
-        )
-        return await self._transfer(grant, lambda rank: self._rpc(rank, "Reserve", request, remaining_s + MARGIN_S))
+
+        def request(remaining_s: float, staging_wait_s: float | None) -> pb.ReserveRequest:
+            return pb.ReserveRequest(
+                grant=grant,
+                prompt_tokens=prompt_tokens,
+                token_hash=token_hash,
+                remaining_s=remaining_s,
+                staging_wait_s=staging_wait_s,
+            )
+
+        work = self._in_order("Reserve", lambda _, *left: request(*left), remaining_s, staging_wait_s)
+        return await self._ended_together(grant, work)
 
     async def pull(
         self,
@@ -75,33 +79,49 @@ class RankControl:
         remaining_s: float,
         staging_wait_s: float | None = None,
     ) -> list[pb.PullResponse]:
-        """Have every rank pull its share from its counterpart in `senders` (rank order). Returns when all are verified.
+        """Have every rank pull its share from `senders`, all ranks of one worker in rank order. Returns when all are verified.
 
         Cancelling it ends the pulls and gives back what they staged.
 
         Raises:
             SplitpointError: the first rank's failure, naming the rank; no rank holds anything then. INCOMPATIBLE_PEER when the
-                two workers have not the same number of ranks.
+                two workers cannot exchange KV, or have not the same number of ranks and one does not say what its ranks hold.
         """
-        if len(senders) != len(self.endpoints):
+        ranks = range(len(self.endpoints))
+        holdings = [endpoint.holding for endpoint in self.endpoints if endpoint.HasField("holding")]
+        mapped = len(holdings) == len(ranks)
+        if len(senders) != len(ranks) and not (mapped and senders):
             raise SplitpointError(
-                Code.INCOMPATIBLE_PEER,
-                f"world size: {len(self.endpoints)} here, {len(senders)} there; only equal ones exchange KV",
+                Code.INCOMPATIBLE_PEER, f"world size: {len(ranks)} here, {len(senders)} there; only equal ones exchange KV"
             )
-        requests = [
-            pb.PullRequest(
+
+        def request(rank: int, remaining_s: float, staging_wait_s: float | None) -> pb.PullRequest:
+            return pb.PullRequest(
                 grant=grant,
                 attempt_id=attempt_id,
-                sender=sender,
+                sender=senders[rank] if rank < len(senders) else None,
                 prompt_tokens=prompt_tokens,
                 token_hash=token_hash,
                 transport=transport,
                 remaining_s=remaining_s,
                 staging_wait_s=staging_wait_s,
+                senders=senders if mapped else (),
+                receivers=holdings if mapped else (),
             )
-            for sender in senders
-        ]
-        return await self._transfer(grant, lambda rank: self._rpc(rank, "Pull", requests[rank], remaining_s + MARGIN_S))
+
+        async def every_rank() -> list[pb.PullResponse]:
+            begun = asyncio.get_running_loop().time()
+            if len(ranks) > 1:
+
+                def prepare(rank: int, *left: Any) -> pb.PreparePullRequest:
+                    return pb.PreparePullRequest(pull=request(rank, *left))
+
+                await self._in_order("PreparePull", prepare, remaining_s, staging_wait_s)
+            left_s = max(0.0, remaining_s - (asyncio.get_running_loop().time() - begun))
+            requests = [request(rank, left_s, staging_wait_s) for rank in ranks]
+            return await self._all(lambda rank: self._rpc(rank, "Pull", requests[rank], left_s + MARGIN_S))
+
+        return await self._ended_together(grant, every_rank())
 
     async def release(self, transfer_id: bytes, reason: str) -> bool:
         """End a transfer on every rank, either side. Idempotent; never raises: what a rank does not hear, its lease's expiry
@@ -131,9 +151,28 @@ class RankControl:
         for channel in self._channels:
             await channel.close()
 
-    async def _transfer(self, grant: pb.TransferGrant, call: Callable[[int], Coroutine[Any, Any, R]]) -> list[R]:
+    async def _in_order(
+        self,
+        method: str,
+        request: Callable[[int, float, float | None], Any],
+        remaining_s: float,
+        staging_wait_s: float | None,
+    ) -> list[Any]:
+        """Ask one rank after the other for staging, all within the same time. In one order everywhere: were they asked at once,
+        two transfers could get a rank each and wait for the other's until their time is over."""
+        begun = asyncio.get_running_loop().time()
+        answers = []
+        for rank in range(len(self.endpoints)):
+            spent_s = asyncio.get_running_loop().time() - begun
+            left_s = max(0.0, remaining_s - spent_s)
+            wait_s = None if staging_wait_s is None else max(0.0, staging_wait_s - spent_s)
+            answers.append(await self._rpc(rank, method, request(rank, left_s, wait_s), left_s + MARGIN_S))
+        return answers
+
+    async def _ended_together(self, grant: pb.TransferGrant, work: Coroutine[Any, Any, list[R]]) -> list[R]:
+        """The result of `work`, or its failure once every rank has heard that the transfer is over."""
         try:
-            return await self._all(call)
+            return await work
         except BaseException as exc:
             reason = exc.code if isinstance(exc, SplitpointError) else "cancelled"
             release = asyncio.create_task(self.release(grant.transfer_id, f"rank_failed:{reason}"))

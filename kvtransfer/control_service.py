@@ -38,6 +38,14 @@ class KvControlServicer(pb_grpc.KvControlServiceServicer):
         except SplitpointError as error:
             await abort(context, error)
 
+    async def PreparePull(self, request: pb.PreparePullRequest, context: Any) -> pb.PreparePullResponse:  # noqa: N802
+        await require_control_token(context, self._token)
+        try:
+            await self._puller.prepare(request.pull)
+        except SplitpointError as error:
+            await abort(context, error)
+        return pb.PreparePullResponse()
+
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:  # noqa: N802
         await require_control_token(context, self._token)
         rt = self._rt

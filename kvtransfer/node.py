@@ -17,6 +17,7 @@ import grpc
 
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control_service import KvControlServicer
+from kvtransfer.layout import holding
 from kvtransfer.memory import host_memory, use_device_of
 from kvtransfer.peers import Peers
 from kvtransfer.push import KvTransferServicer
@@ -201,7 +202,8 @@ class KvNode:
             if session is None or session.hold is None:
                 return None
             slot = session.hold.slot
-        return rt.receive_memory[slot.offset : slot.offset + slot.num_bytes].reshape(-1, rt.block_bytes)
+            content_bytes = session.content_bytes
+        return rt.receive_memory[slot.offset : slot.offset + content_bytes].reshape(-1, rt.block_bytes)
 
     def scattered(self, transfer_id: bytes, *, ready: Callable[[], bool] | None = None) -> None:
         """This rank is done with the slot, or will be when `ready()` is True, or never needed it. Repeating it is counted and
@@ -314,7 +316,9 @@ class KvNode:
     def _make_endpoint(self, port: int) -> pb.RankEndpoint:
         rt = self._rt
         ucx = rt.transports.get("ucx")
+        held = holding(rt.compatibility)
         return pb.RankEndpoint(
+            holding=None if held is None else held.to_proto(),
             rank=rt.rank,
             address=host_port(self._settings.advertise_host, port),
             host_id=rt.host_id,

@@ -28,11 +28,11 @@ MAX_PEERS = 256
 
 @dataclass(slots=True)
 class Peer:
-    """A peer process. `endpoint` is its own word about itself, from the handshake."""
+    """A peer process. `handshake` gives its own word about itself, and what it says of its KV where that differs from ours."""
 
     channel: grpc.aio.Channel
     stub: pb_grpc.KvTransferServiceStub
-    handshake: asyncio.Task[pb.RankEndpoint]
+    handshake: asyncio.Task[tuple[pb.RankEndpoint, pb.KvCompatibility | None]]
     users: int = 0
     forgotten: bool = False
 
@@ -53,7 +53,16 @@ class Peers:
 
     @asynccontextmanager
     async def use(self, endpoint: pb.RankEndpoint) -> AsyncIterator[tuple[pb_grpc.KvTransferServiceStub, pb.RankEndpoint]]:
-        """A peer that has agreed, for as long as the block runs.
+        """As `agreed`, for whoever does not ask how the peer's KV lies."""
+        async with self.agreed(endpoint) as (stub, theirs, _):
+            yield stub, theirs
+
+    @asynccontextmanager
+    async def agreed(
+        self, endpoint: pb.RankEndpoint
+    ) -> AsyncIterator[tuple[pb_grpc.KvTransferServiceStub, pb.RankEndpoint, pb.KvCompatibility | None]]:
+        """A peer that has agreed, for as long as the block runs: its stub, its own word about itself, and how its KV lies (None:
+        byte for byte as ours).
 
         Raises:
             SplitpointError: INCOMPATIBLE_PEER naming the field; WORKER_LOST or DEADLINE_EXCEEDED when it does not answer.
@@ -67,7 +76,7 @@ class Peers:
         peer.users += 1
         try:
             # Shielded: others may wait for the same handshake when this transfer is cancelled.
-            yield peer.stub, await asyncio.shield(peer.handshake)
+            yield peer.stub, *await asyncio.shield(peer.handshake)
         except SplitpointError as error:
             if error.code in (Code.WORKER_LOST, Code.DEADLINE_EXCEEDED) or _disagreed_by_accident(peer):
                 self._forget(key, peer)
@@ -91,7 +100,9 @@ class Peers:
         )
         return Peer(channel, stub, asyncio.create_task(self._handshake(stub, endpoint)))
 
-    async def _handshake(self, stub: pb_grpc.KvTransferServiceStub, endpoint: pb.RankEndpoint) -> pb.RankEndpoint:
+    async def _handshake(
+        self, stub: pb_grpc.KvTransferServiceStub, endpoint: pb.RankEndpoint
+    ) -> tuple[pb.RankEndpoint, pb.KvCompatibility | None]:
         self.handshakes += 1
         request = pb.HandshakeRequest(
             protocol_version=self._compatibility.protocol_version,
@@ -113,7 +124,7 @@ class Peers:
         result = pb.RankEndpoint()
         result.CopyFrom(response.endpoint)
         logger.info("peer rank %d at %s, incarnation %s, agreed", endpoint.rank, endpoint.address, endpoint.incarnation)
-        return result
+        return result, response.compatibility if response.HasField("compatibility") else None
 
     def _forget(self, key: tuple[str, str], peer: Peer) -> None:
         peer.forgotten = True

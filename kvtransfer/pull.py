@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +13,17 @@ import grpc
 
 from kvtransfer.machine import Refusal
 from kvtransfer.peers import Peers
-from kvtransfer.plan import PlanError, TransferPlan, plan_transfer
+from kvtransfer.plan import Fit
+from kvtransfer.rearrange import clear_beyond, fit_blocks
 from kvtransfer.rpc import is_peer_lost
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
-from kvtransfer.session import Expected, ReceiveSession, RejectedChunkError, SessionEvent
+from kvtransfer.session import ReceiveSession, RejectedChunkError, SessionEvent
+from kvtransfer.sources import Source, Sources, find_sources
 from kvtransfer.transports.base import ChecksAsItLands, Memory, ReadsPeer, ReceiveChannel, Transport, TransportError
+from kvtransfer.waiting import Copies
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
-from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ class Puller:
         now = rt.now()
         expires_at = now + request.remaining_s + rt.settings.lease_grace_s
         with rt.lock:
-            session = rt.sessions.open(transfer_id, expires_at=expires_at, now=now)
+            session = rt.sessions.adopt(transfer_id) or rt.sessions.open(transfer_id, expires_at=expires_at, now=now)
         if isinstance(session, Refusal):
             raise rt.refusal(session)
         rt.metrics.started()
@@ -97,115 +101,156 @@ class Puller:
         logger.warning("transfer %s: pull failed: %s; %s", transfer_id.hex(), error, session.machine.story())
         raise rt.remember(error)
 
+    async def prepare(self, request: pb.PullRequest) -> None:
+        """The slot of a `pull` that follows with the same request. Until then it is given back by a release, or expires.
+
+        Raises:
+            SplitpointError: why there is none; nothing is held then.
+        """
+        rt = self._rt
+        transfer_id = request.grant.transfer_id
+        now = rt.now()
+        expires_at = now + request.remaining_s + rt.settings.lease_grace_s
+        with rt.lock:
+            session = rt.sessions.open(transfer_id, expires_at=expires_at, now=now)
+        if isinstance(session, Refusal):
+            raise rt.refusal(session)
+        task = rt.pulls[transfer_id] = asyncio.create_task(self._prepare(request, session, now + request.remaining_s))
+        try:
+            await task
+        except asyncio.CancelledError:
+            if session.ended:
+                raise rt.remember(SplitpointError(Code.CANCELLED, f"released: {session.reason}")) from None
+            self._end(session, SessionEvent.ABANDON, "cancelled")
+            raise
+        except SplitpointError as error:
+            self._end(session, SessionEvent.FAIL, str(error.code))
+            raise rt.remember(error) from None
+        finally:
+            del rt.pulls[transfer_id]
+
+    async def _prepare(self, request: pb.PullRequest, session: ReceiveSession, deadline: float) -> None:
+        rt = self._rt
+        try:
+            async with asyncio.timeout(max(0.0, deadline - rt.now())), AsyncExitStack() as stack:
+                rt.transport(request.transport)
+                sources = await find_sources(rt, request, stack)
+                await self._room(request, session, sources, deadline)
+        except TimeoutError:
+            raise SplitpointError(Code.DEADLINE_EXCEEDED, f"{request.remaining_s:.3f} s were over before staging") from None
+        finally:
+            with rt.lock:
+                rt.sessions.rest(session)
+            rt.follow(session.transfer_id, ())
+
     async def _run(self, request: pb.PullRequest, session: ReceiveSession, deadline: float) -> pb.PullResponse:
         rt = self._rt
         try:
             async with asyncio.timeout(max(0.0, deadline - rt.now())):
                 transport = rt.transport(request.transport)
-                async with self._peers.use(request.sender) as (stub, endpoint):
-                    plan = self._plan(request, endpoint)
-                    await self._room(request, session, plan, endpoint, deadline)
-                    return await self._fetch(request, session, transport, stub, endpoint, deadline)
+                async with AsyncExitStack() as stack:
+                    sources = await find_sources(rt, request, stack)
+                    await self._room(request, session, sources, deadline)
+                    return await self._fetch_all(request, session, transport, sources, deadline)
         except TimeoutError:
             text = f"{request.remaining_s:.3f} s were over in state {session.state}"
             raise SplitpointError(Code.DEADLINE_EXCEEDED, text) from None
 
-    def _plan(self, request: pb.PullRequest, endpoint: pb.RankEndpoint) -> TransferPlan:
+    async def _room(self, request: pb.PullRequest, session: ReceiveSession, sources: Sources, deadline: float) -> None:
+        """Give the session its slot, or take up the one that `prepare` gave it."""
         rt = self._rt
-        try:
-            # The fingerprints agree, so the peer's compatibility is ours.
-            return plan_transfer(
-                rt.compatibility,
-                rt.compatibility,
-                rank=rt.rank,
-                peer_rank=endpoint.rank,
-                prompt_tokens=request.prompt_tokens,
-                block_bytes=rt.block_bytes,
-            )
-        except PlanError as exc:
-            raise SplitpointError(Code.INCOMPATIBLE_PEER, str(exc)) from exc
-        except ValueError as exc:
-            raise SplitpointError(Code.TRANSFER_REFUSED, str(exc)) from exc
-
-    async def _room(
-        self, request: pb.PullRequest, session: ReceiveSession, plan: TransferPlan, endpoint: pb.RankEndpoint, deadline: float
-    ) -> None:
-        """Give the session its slot."""
-        rt = self._rt
-        if not rt.receive.fits(plan.total_bytes):
-            text = f"{plan.total_bytes} bytes can never fit {rt.receive.capacity_bytes} bytes of receive staging"
+        expected = [source.expected(request, rt.settings.checksum) for source in sources.each]
+        if session.hold is not None:
+            if [inflow.expected for inflow in session.inflows] != expected:
+                raise rt.refused("prepared", "the pull is not the one that staging was prepared for")
+            with rt.lock:
+                resumed = rt.sessions.resume(session)
+            if not resumed:
+                raise SplitpointError(Code.CANCELLED, f"released: {session.reason}")
+            return
+        if not rt.receive.fits(sources.slot_bytes):
+            text = f"{sources.slot_bytes} bytes can never fit {rt.receive.capacity_bytes} bytes of receive staging"
             raise rt.refused("too_large", text)
         wait_s = max(0.0, deadline - rt.now())
         if request.HasField("staging_wait_s"):
             wait_s = min(wait_s, request.staging_wait_s)
         try:
-            slot = await rt.receive_room.acquire(session.transfer_id, plan.total_bytes, wait_s)
+            slot = await rt.receive_room.acquire(session.transfer_id, sources.slot_bytes, wait_s)
         except TimeoutError:
-            text = f"no {plan.total_bytes} bytes of receive staging in {wait_s:.3f} s; {rt.receive.free_bytes} are free"
+            text = f"no {sources.slot_bytes} bytes of receive staging in {wait_s:.3f} s; {rt.receive.free_bytes} are free"
             raise rt.refused("staging_full", text, Code.STAGING_FULL) from None
-        expected = Expected(
-            transfer_id=session.transfer_id,
-            plan=plan,
-            token_hash=request.token_hash,
-            fingerprint=rt.fingerprint,
-            incarnation=endpoint.incarnation,
-            checksum=rt.settings.checksum,
-        )
         with rt.lock:
-            rt.sessions.begin(session, slot, expected)
+            rt.sessions.begin(session, slot, expected, sources.content_bytes)
+
+    async def _fetch_all(
+        self, request: pb.PullRequest, session: ReceiveSession, transport: Transport, sources: Sources, deadline: float
+    ) -> pb.PullResponse:
+        """Every share at once. The first that fails ends the others."""
+        rt = self._rt
+        copies = Copies(rt.executor)
+        works = [self._fetch(request, session, transport, source, copies, deadline) for source in sources.each]
+        try:
+            if len(works) == 1:
+                progresses = [await works[0]]
+            else:
+                progresses = await _together(works)
+        finally:
+            for source in sources.each:
+                if source.call is not None:
+                    if source.outcome != "delivered":
+                        source.call.cancel()
+                    rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._complete(request, source))
+                rt.tasks.spawn(f"drain {session.transfer_id.hex()}", self._drain(session, source, copies))
+        if rt.rank == 0:
+            for endpoint in sources.unneeded:
+                rt.tasks.spawn(f"unneeded {session.transfer_id.hex()}", self._unneeded(request, endpoint))
+        seconds = max(p.last_at for p in progresses) - min(p.first_at for p in progresses)
+        num_bytes = sum(source.transfer.total_bytes for source in sources.each)
+        seals = session.seals
+        return pb.PullResponse(seal=seals[0], bytes=num_bytes, seconds=seconds, transport=request.transport, seals=seals)
 
     async def _fetch(
         self,
         request: pb.PullRequest,
         session: ReceiveSession,
         transport: Transport,
-        stub: pb_grpc.KvTransferServiceStub,
-        endpoint: pb.RankEndpoint,
+        source: Source,
+        copies: Copies,
         deadline: float,
-    ) -> pb.PullResponse:
+    ) -> _Progress:
+        """One share. Whatever it leaves open is its caller's to end."""
         rt = self._rt
         fetch = pb.FetchRequest(
             grant=request.grant,
             attempt_id=request.attempt_id,
-            sender_incarnation=endpoint.incarnation,
+            sender_incarnation=source.endpoint.incarnation,
             receiver_incarnation=rt.incarnation,
             transport=request.transport,
             receiver_host_id=rt.host_id,
             remaining_s=max(0.0, deadline - rt.now()),
         )
-        channel: ReceiveChannel | None = None
-        call: FetchCall = None
-        outcome = "cancelled"
+        source.ask(fetch)
         try:
-            channel = transport.open_receive(endpoint, fetch)
-            call = stub.Fetch(fetch, timeout=fetch.remaining_s)
-            progress = await self._receive(session, channel, call)
-            outcome = "delivered"
+            channel = source.channel = transport.open_receive(source.endpoint, fetch)
+            source.call = source.stub.Fetch(fetch, timeout=fetch.remaining_s)
+            progress = await self._receive(session, source, channel, copies)
+            source.outcome = "delivered"
+            return progress
         except grpc.aio.AioRpcError as exc:
-            outcome = "transport"
+            source.outcome = "transport"
             error = from_rpc_error(exc)
             if is_peer_lost(exc):
-                raise SplitpointError(Code.WORKER_LOST, f"{endpoint.address}: {error.message}") from exc
+                raise SplitpointError(Code.WORKER_LOST, f"{source.endpoint.address}: {error.message}") from exc
             raise error from exc
         except (TransportError, RejectedChunkError) as exc:
-            outcome = exc.reason
+            source.outcome = exc.reason
             raise
-        finally:
-            if call is not None:
-                if outcome != "delivered":
-                    call.cancel()
-                name = f"complete {session.transfer_id.hex()}"
-                rt.tasks.spawn(name, self._complete(request, endpoint, call, outcome, channel))
-            rt.tasks.spawn(f"drain {session.transfer_id.hex()}", self._drain(session, channel))
-        seconds = progress.last_at - progress.first_at
-        seal = session.seal or pb.Seal()
-        return pb.PullResponse(seal=seal, bytes=seal.bytes, seconds=seconds, transport=request.transport)
 
-    async def _receive(self, session: ReceiveSession, channel: ReceiveChannel, call: FetchCall) -> _Progress:
-        """Take messages until the session is verified. The checksum of a chunk runs while the next one arrives."""
+    async def _receive(self, session: ReceiveSession, source: Source, channel: ReceiveChannel, copies: Copies) -> _Progress:
+        """Take messages until the share is verified. The checksum of a chunk runs while the next one arrives."""
         progress = _Progress()
         try:
-            await self._take_all(session, channel, call, progress)
+            await self._take_all(session, source, channel, copies, progress)
         finally:
             # After an end the slot may get another transfer's bytes before the last checksum is done: nobody compares them.
             if progress.check is not None:
@@ -213,20 +258,22 @@ class Puller:
                 progress.check.add_done_callback(lambda check: check.cancelled() or check.exception())
         return progress
 
-    async def _take_all(self, session: ReceiveSession, channel: ReceiveChannel, call: FetchCall, progress: _Progress) -> None:
+    async def _take_all(
+        self, session: ReceiveSession, source: Source, channel: ReceiveChannel, copies: Copies, progress: _Progress
+    ) -> None:
         rt = self._rt
         limit_s = rt.settings.progress_timeout_s
 
         def target(header: pb.ChunkHeader) -> Memory:
-            start, end = session.announce(header, rt.now())
+            start, end = session.announce(header, rt.now(), source=source.index)
             progress.open_chunk = True
-            return self._memory(session, start, end)
+            return self._memory(session, *source.place(header.index, start, end))
 
         while True:
             try:
                 # Between chunks the sender may still compute; inside one it had data, and silence is a failure.
                 async with asyncio.timeout(limit_s if progress.open_chunk else None):
-                    message = await call.read()
+                    message = await source.call.read()
             except TimeoutError:
                 raise TransportError("timeout", f"no byte for {limit_s:g} s inside a chunk") from None
             if message is grpc.aio.EOF:
@@ -239,7 +286,7 @@ class Puller:
             progress.open_chunk = False
             await self._checked(progress)
             value = channel.landed_crc32c(header.index) if isinstance(channel, ChecksAsItLands) else None
-            progress.check = asyncio.create_task(self._check(session, header, value))
+            progress.check = asyncio.create_task(self._check(session, source, header, value, copies))
             if header.last:
                 await self._checked(progress)
                 return
@@ -249,15 +296,21 @@ class Puller:
             check, progress.check = progress.check, None
             await check
 
-    async def _check(self, session: ReceiveSession, header: pb.ChunkHeader, crc32c: int | None) -> bool:
+    async def _check(
+        self, session: ReceiveSession, source: Source, header: pb.ChunkHeader, crc32c: int | None, copies: Copies
+    ) -> bool:
+        """The checksum of a chunk, and its way to its place where it did not land there. True: the session is verified."""
         rt = self._rt
-        memory = self._memory(session, header.offset, header.offset + header.bytes)
+        memory = self._memory(session, *source.place(header.index, header.offset, header.offset + header.bytes))
         if crc32c is None:
             checksum = await rt.checksum(memory, header.checksum.algorithm)
         else:
             checksum = pb.Checksum(algorithm="crc32c", value=crc32c)
+        if source.plan is not None and source.piece_bytes:
+            rows = self._memory(session, 0, session.content_bytes)
+            await copies.run(_put, source.plan.fit, memory, header, rows)
         with rt.lock:
-            return session.landed(header.index, checksum, rt.now())
+            return session.landed(header.index, checksum, rt.now(), source=source.index)
 
     def _memory(self, session: ReceiveSession, start: int, end: int) -> Memory:
         if session.hold is None:
@@ -265,16 +318,10 @@ class Puller:
         offset = session.hold.slot.offset
         return self._rt.receive_memory[offset + start : offset + end]
 
-    async def _complete(
-        self,
-        request: pb.PullRequest,
-        endpoint: pb.RankEndpoint,
-        call: FetchCall,
-        outcome: str,
-        channel: ReceiveChannel | None,
-    ) -> None:
+    async def _complete(self, request: pb.PullRequest, source: Source) -> None:
         """Tell the sender how it ended. When that fails its lease ends by release or expiry. A sender whose memory was read hears
         it after the last read, and is told again while it may only be slow: its slot is held until then."""
+        channel, outcome, endpoint = source.channel, source.outcome, source.endpoint
         reader = channel if isinstance(channel, ReadsPeer) and channel.reads_peer else None
         if channel is not None and reader is not None:
             if outcome != "delivered":
@@ -282,12 +329,12 @@ class Puller:
             while not await channel.drained(DRAIN_POLL_S):
                 pass
         give_up_at = self._rt.now() + COMPLETE_AGAIN_S
-        message = pb.CompleteRequest(grant=request.grant, outcome=outcome)
+        message = pb.CompleteRequest(grant=request.grant, outcome=outcome, receiver_rank=source.receiver_rank)
         if outcome == "delivered":
-            await self._end_of_stream(call)
+            await self._end_of_stream(source.call)
         while True:
             try:
-                async with self._peers.use(request.sender) as (stub, _):
+                async with self._peers.use(endpoint) as (stub, _):
                     try:
                         await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
                         return
@@ -316,9 +363,27 @@ class Puller:
         finally:
             call.cancel()
 
-    async def _drain(self, session: ReceiveSession, channel: ReceiveChannel | None) -> None:
-        """Hold the slot until the channel can write into it no more (rule 13)."""
+    async def _unneeded(self, request: pb.PullRequest, endpoint: pb.RankEndpoint) -> None:
+        """Tell a sender whose heads others hold too that nobody will fetch. Only after a delivery: by then it has its lease."""
         rt = self._rt
+        rt.metrics.event("sender_unneeded")
+        message = pb.CompleteRequest(grant=request.grant, outcome="unneeded", receiver_rank=rt.rank)
+        try:
+            async with self._peers.use(endpoint) as (stub, _):
+                try:
+                    await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
+                except grpc.aio.AioRpcError as exc:
+                    raise from_rpc_error(exc) from exc
+        except SplitpointError as error:
+            rt.metrics.event("complete_failed")
+            logger.warning(
+                "transfer %s: %s did not hear %r: %s", request.grant.transfer_id.hex(), endpoint.address, message, error
+            )
+
+    async def _drain(self, session: ReceiveSession, source: Source, copies: Copies) -> None:
+        """Hold the slot until the channel, and a copy inside the slot, can write into it no more (rule 13)."""
+        rt, channel = self._rt, source.channel
+        await copies.settled()
         if channel is not None:
             await channel.close()
             while not await channel.drained(DRAIN_POLL_S):
@@ -332,3 +397,24 @@ class Puller:
         with rt.lock:
             rt.sessions.end(session, event, reason, rt.now())
         rt.follow(session.transfer_id, ())
+
+
+def _put(fit: Fit, landed: Memory, header: pb.ChunkHeader, rows: Memory) -> None:
+    fit_blocks(fit, landed, header.first_block, rows)
+    if header.last:
+        clear_beyond(fit, header.first_block + header.num_blocks, rows)
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, _Progress]]) -> list[_Progress]:
+    """All results, or the first failure once the others have ended too."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done() and (exc := task.exception()) is not None:
+                raise exc
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,10 +12,12 @@ import grpc
 
 from kvtransfer import pieces
 from kvtransfer.checksum import algorithm_for
-from kvtransfer.layout import first_difference
+from kvtransfer.layout import exchange_refusal, fingerprint
 from kvtransfer.lease import Lease
 from kvtransfer.machine import Refusal
-from kvtransfer.plan import BlockRange, next_chunk
+from kvtransfer.packing import Packer
+from kvtransfer.plan import BlockRange, Cut, PlanError, cut_of, next_chunk
+from kvtransfer.rank_map import Holding
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.transports.base import Memory, ReadByPeer, SendChannel, TransportError
 from kvtransfer.wire import SERVICE, serialize_fetch
@@ -34,6 +36,19 @@ class _Chunk:
     blocks: BlockRange
     header: pb.ChunkHeader
     payload: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """One receiver's stream. `block_bytes` is what it takes of a block, `packer` what cuts that out; None: all of the block."""
+
+    lease: Lease
+    receiver: int
+    channel: SendChannel
+    deadline: float
+    block_bytes: int
+    chunk_bytes: int
+    packer: Packer | None
 
 
 class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
@@ -71,8 +86,12 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             return pb.HandshakeResponse(accepted=True, endpoint=rt.endpoint)
         elif not request.HasField("compatibility"):
             return pb.HandshakeResponse(accepted=False)  # phase two follows and is told which field
+        elif fingerprint(request.compatibility) != request.fingerprint:
+            mismatch = "fingerprint: is not that of the fields that came with it"
         else:
-            mismatch = first_difference(mine, request.compatibility) or "fingerprint: differs although every field is equal"
+            mismatch = exchange_refusal(mine, request.compatibility)
+            if not mismatch:
+                return pb.HandshakeResponse(accepted=True, endpoint=rt.endpoint, compatibility=mine)
         rt.refused("handshake", mismatch, Code.INCOMPATIBLE_PEER)
         logger.warning("handshake refused: %s", mismatch)
         return pb.HandshakeResponse(accepted=False, mismatch=mismatch)
@@ -86,20 +105,23 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 text = f"incarnation {rt.incarnation!r}, not {request.sender_incarnation!r}"
                 raise rt.refused("incarnation", text, Code.INCOMPATIBLE_PEER)
             transport = rt.transport(request.transport)
-            lease = await self._lease(request.grant, deadline)
+            cut = self._cut(request)
+            lease = await self._lease(request, deadline)
         except SplitpointError as error:
             await abort(context, error)
         try:
             channel = transport.open_send(request)
         except TransportError as exc:
             with rt.lock:
-                actions = rt.leases.broken(lease, exc.reason, rt.now())
+                actions = rt.leases.broken(lease, exc.reason, rt.now(), receiver=request.receiver_rank)
                 rt.leases.drained(lease)
             rt.follow(transfer_id, actions)
             await abort(context, rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{exc.reason}: {exc}")))
         if isinstance(channel, ReadByPeer):
             self._read_by_peer[transfer_id, request.receiver_rank] = lease, channel
-        sending = rt.fetches[transfer_id] = asyncio.create_task(self._send(lease, channel, context, deadline))
+        outgoing = self._outgoing(request, lease, cut, channel, deadline)
+        key = transfer_id, request.receiver_rank
+        sending = rt.fetches[key] = asyncio.create_task(self._send(outgoing, context))
         failure: SplitpointError | None = None
         why = "the peer left"
         try:
@@ -114,13 +136,13 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 raise  # the peer's call ended
             failure = rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
         finally:
-            del rt.fetches[transfer_id]
+            del rt.fetches[key]
             with rt.lock:
-                actions = rt.leases.broken(lease, why, rt.now())
+                actions = rt.leases.broken(lease, why, rt.now(), receiver=request.receiver_rank)
             if actions:
                 rt.metrics.event("fetch_broken")
             rt.follow(transfer_id, actions)
-            rt.tasks.spawn(f"drain {transfer_id.hex()}", self._drain(lease, channel, request.receiver_rank))
+            rt.tasks.spawn(f"drain {transfer_id.hex()}", self._drain(outgoing))
         if failure is not None:
             await abort(context, failure)
 
@@ -131,7 +153,9 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             known = rt.leases.live(transfer_id) is not None
             # The peer's word is remembered as long as the transfer is, so it is kept short.
             outcome = request.outcome[:MAX_OUTCOME_CHARS]
-            actions = rt.leases.completed(transfer_id, request.grant.capability, outcome, rt.now())
+            actions = rt.leases.completed(
+                transfer_id, request.grant.capability, outcome, rt.now(), receiver=request.receiver_rank
+            )
         if not known:
             rt.metrics.late("complete")
         # It frees bytes, also when the lease is over already, so it needs the capability.
@@ -141,16 +165,43 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         rt.follow(transfer_id, actions)
         return pb.CompleteResponse()
 
-    async def _lease(self, grant: pb.TransferGrant, deadline: float) -> Lease:
+    def _cut(self, request: pb.FetchRequest) -> Cut | None:
+        """What of a block this receiver takes; None: all of it. Raises `SplitpointError` TRANSFER_REFUSED."""
+        if not request.HasField("share"):
+            return None
+        try:
+            cut = cut_of(self._rt.compatibility, Holding.from_proto(request.share))
+        except PlanError as exc:
+            raise self._rt.refused("share", str(exc)) from exc
+        return None if cut.whole else cut
+
+    def _outgoing(
+        self, request: pb.FetchRequest, lease: Lease, cut: Cut | None, channel: SendChannel, deadline: float
+    ) -> _Outgoing:
+        rt = self._rt
+        most = min(rt.settings.chunk_bytes, request.max_chunk_bytes or rt.settings.chunk_bytes)
+        if cut is None:
+            return _Outgoing(lease, request.receiver_rank, channel, deadline, rt.block_bytes, most, None)
+        packer = Packer(rt, lease, cut, channel, most)
+        return _Outgoing(lease, request.receiver_rank, channel, deadline, cut.block_bytes, packer.chunk_bytes, packer)
+
+    async def _lease(self, request: pb.FetchRequest, deadline: float) -> Lease:
         """The lease, with its capability spent; waits for a `Reserve` that is on its way."""
         rt = self._rt
+        grant = request.grant
         # The peer's deadline is its own word: what nothing was reserved for holds a place no longer than this side says.
         deadline = min(deadline, rt.now() + rt.settings.fetch_wait_s)
         waited = False
         try:
             while True:
                 with rt.lock:
-                    found = rt.leases.fetch(grant.transfer_id, grant.capability, rt.now())
+                    found = rt.leases.fetch(
+                        grant.transfer_id,
+                        grant.capability,
+                        rt.now(),
+                        receiver=request.receiver_rank,
+                        receivers=request.receivers or 1,
+                    )
                 if isinstance(found, Refusal):
                     raise rt.refusal(found)
                 if found is not None:
@@ -168,41 +219,45 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             if waited:
                 rt.pending_fetches -= 1
 
-    async def _send(self, lease: Lease, channel: SendChannel, context: Any, deadline: float) -> None:
-        """Send every chunk in order; the checksum of the next one is computed meanwhile."""
+    async def _send(self, out: _Outgoing, context: Any) -> None:
+        """Send every chunk in order; the next one is cut and its checksum computed meanwhile."""
         rt = self._rt
-        upcoming: asyncio.Task[_Chunk] | None = asyncio.create_task(self._next(lease, 0, 0, deadline))
+        upcoming: asyncio.Task[_Chunk] | None = asyncio.create_task(self._next(out, 0, 0))
         try:
             while upcoming is not None:
                 chunk = await upcoming
                 header, end = chunk.header, chunk.blocks.end
                 upcoming = None
                 if not header.last:
-                    upcoming = asyncio.create_task(self._next(lease, end, header.index + 1, deadline))
-                async for response in channel.send(header, chunk.payload):
+                    upcoming = asyncio.create_task(self._next(out, end, header.index + 1))
+                async for response in out.channel.send(header, chunk.payload):
                     await context.write(response)
         finally:
             if upcoming is not None:
                 upcoming.cancel()
                 await asyncio.gather(upcoming, return_exceptions=True)
         with rt.lock:
-            rt.leases.sent(lease, rt.now())
+            rt.leases.sent(out.lease, rt.now(), receiver=out.receiver)
 
-    async def _next(self, lease: Lease, first_block: int, index: int, deadline: float) -> _Chunk:
+    async def _next(self, out: _Outgoing, first_block: int, index: int) -> _Chunk:
         """The chunk that begins at `first_block`, once some of it is staged."""
-        rt = self._rt
+        rt, lease = self._rt, out.lease
         while True:
             with rt.lock:
                 staged, live = lease.staged_blocks, lease.live
             if not live:
                 raise rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
-            blocks = next_chunk(first_block, staged, rt.block_bytes, rt.settings.chunk_bytes)
+            blocks = next_chunk(first_block, staged, out.block_bytes, out.chunk_bytes)
             if blocks is not None:
-                payload = self._payload(lease, blocks)
-                checksum = await self._checksum(lease, blocks, payload)
-                return _Chunk(blocks, self._header(lease, index, blocks, checksum), payload)
+                if out.packer is None:
+                    payload = self._payload(lease, blocks)
+                    checksum = await self._checksum(lease, blocks, payload)
+                else:
+                    payload = await out.packer.payload(index, blocks, out.deadline)
+                    checksum = await rt.checksum(payload)
+                return _Chunk(blocks, self._header(out, index, blocks, checksum), payload)
             try:
-                await rt.bell.wait(lease.transfer_id, max(0.0, deadline - rt.now()))
+                await rt.bell.wait(lease.transfer_id, max(0.0, out.deadline - rt.now()))
             except TimeoutError:
                 text = f"{staged} of {lease.num_blocks} blocks were staged when the time was over"
                 raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
@@ -220,16 +275,16 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         start = lease.slot.offset
         return self._rt.send_memory[start + chunk.first * self._rt.block_bytes : start + chunk.end * self._rt.block_bytes]
 
-    def _header(self, lease: Lease, index: int, chunk: BlockRange, checksum: pb.Checksum) -> pb.ChunkHeader:
-        rt = self._rt
+    def _header(self, out: _Outgoing, index: int, chunk: BlockRange, checksum: pb.Checksum) -> pb.ChunkHeader:
+        rt, lease = self._rt, out.lease
         header = pb.ChunkHeader(
             transfer_id=lease.transfer_id,
             generation=lease.slot.generation,
             index=index,
             first_block=chunk.first,
             num_blocks=chunk.count,
-            offset=chunk.first * rt.block_bytes,
-            bytes=chunk.count * rt.block_bytes,
+            offset=chunk.first * out.block_bytes,
+            bytes=chunk.count * out.block_bytes,
             checksum=checksum,
             last=chunk.end == lease.num_blocks,
         )
@@ -248,9 +303,9 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             )
         return header
 
-    async def _drain(self, lease: Lease, channel: SendChannel, receiver_rank: int) -> None:
+    async def _drain(self, out: _Outgoing) -> None:
         """Hold the slot until the channel can read it no more: at once, or when the peer is done, or known dead (rule 13)."""
-        rt = self._rt
+        rt, lease, channel = self._rt, out.lease, out.channel
         closed = False
         while True:
             if not lease.live and not closed:
@@ -260,7 +315,9 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 break
         if not closed:
             await channel.close()
-        self._read_by_peer.pop((lease.transfer_id, receiver_rank), None)
+        self._read_by_peer.pop((lease.transfer_id, out.receiver), None)
+        if out.packer is not None:
+            await out.packer.close()
         with rt.lock:
             rt.leases.drained(lease)
         rt.follow(lease.transfer_id, ())

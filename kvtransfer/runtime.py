@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from kvtransfer.checksum import algorithm_for, checksum
 from kvtransfer.config import KvTransferSettings
@@ -24,6 +25,7 @@ from kvtransfer.memory import use_device_of
 from kvtransfer.metrics import KvMetrics
 from kvtransfer.peers import Peers
 from kvtransfer.sessions import SessionTable
+from kvtransfer.sources import PlanCache
 from kvtransfer.staging import Staging
 from kvtransfer.transports.base import Counts, Memory, Transport
 from kvtransfer.waiting import Bell, RoomQueue, Tasks
@@ -63,15 +65,19 @@ class NodeRuntime:
         self.metrics = KvMetrics()
         self.send = Staging(settings.send_staging_bytes)
         self.receive = Staging(settings.receive_staging_bytes)
-        self.send_memory = memory(self.send.capacity_bytes)
+        self.pack = Staging(settings.pack_staging_bytes)
+        # One piece of memory, registered once: first the slots, then the room in which shares are cut.
+        self.send_memory = memory(self.send.capacity_bytes + self.pack.capacity_bytes)
         self.receive_memory = memory(self.receive.capacity_bytes)
         self.leases = LeaseTable(self.send, block_tokens=compatibility.block_tokens, block_bytes=block_bytes)
         self.sessions = SessionTable(self.receive)
         self.transports: dict[str, Transport] = {}
         self.endpoint = pb.RankEndpoint()
         self.recent_errors: deque[SplitpointError] = deque(maxlen=16)
-        self.fetches: dict[bytes, asyncio.Task[None]] = {}
-        self.pulls: dict[bytes, asyncio.Task[pb.PullResponse]] = {}
+        self.fetches: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        """Running streams by transfer and receiver's rank."""
+        self.pulls: dict[bytes, asyncio.Task[Any]] = {}
+        self.maps = PlanCache()
         self.pending_fetches = 0
         self._polling: set[bytes] = set()
 
@@ -80,6 +86,7 @@ class NodeRuntime:
         self.loop = asyncio.get_running_loop()
         self.send_room = RoomQueue(self.send, self.lock)
         self.receive_room = RoomQueue(self.receive, self.lock)
+        self.pack_room = RoomQueue(self.pack, self.lock)
         self.bell = Bell()
         self.tasks = Tasks(self._background_failed)
         self.peers = Peers(self.compatibility, self.fingerprint, self.settings.handshake_timeout_s, self.settings.tls)
@@ -100,8 +107,10 @@ class NodeRuntime:
         for action in actions:
             if action is Action.WAKE:
                 self.bell.ring(transfer_id)
-            elif action is Action.END_FETCH and (task := self.fetches.get(transfer_id)) is not None:
-                task.cancel()
+            elif action is Action.END_FETCH:
+                for (fetched, _), task in list(self.fetches.items()):
+                    if fetched == transfer_id:
+                        task.cancel()
         self.send_room.pump()
         self.receive_room.pump()
 
@@ -238,7 +247,11 @@ class NodeRuntime:
             response.sessions = len(self.sessions) + self.sessions.ending
             response.lease_states.update(Counter(str(lease.state) for lease in self.leases.leases() if lease.live))
             response.session_states.update(Counter(str(session.state) for session in self.sessions.sessions()))
-            for target, staging in ((response.send, self.send), (response.receive, self.receive)):
+            for target, staging in (
+                (response.send, self.send),
+                (response.receive, self.receive),
+                (response.pack, self.pack),
+            ):
                 target.capacity_bytes = staging.capacity_bytes
                 target.used_bytes = staging.used_bytes
                 target.quarantined_bytes = staging.quarantined_bytes

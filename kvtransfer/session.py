@@ -169,6 +169,8 @@ class ReceiveSession:
         self.content_bytes = 0
         """What of the slot is the engine's; behind it shares land that must be rearranged."""
         self.inflows: tuple[Inflow, ...] = ()
+        self.resting = False
+        """It has its slot, and the pull is still to come."""
         self.reason = ""
         self.machine = Machine(f"session {transfer_id.hex()}", TABLE, _S.WAITING, now)
 

@@ -69,8 +69,17 @@ class SessionTable:
 
     def rest(self, session: ReceiveSession) -> None:
         """After `begin`: no sender is asked yet, so nothing can write into the slot; an end gives it back at once."""
+        session.resting = session.hold is not None and not session.ended
         for _ in session.inflows:
             self.drained(session)
+
+    def adopt(self, transfer_id: bytes) -> ReceiveSession | None:
+        """The session of this transfer that rests, for the one pull that follows; None when none does."""
+        session = self._live.get(transfer_id)
+        if session is None or not session.resting:
+            return None
+        session.resting = False
+        return session
 
     def resume(self, session: ReceiveSession) -> bool:
         """After `rest`: the senders are asked now. False when the session ended meanwhile."""

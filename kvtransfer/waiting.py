@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 
 from kvtransfer.staging import Slot, Staging
@@ -101,6 +102,26 @@ class Bell:
         for future in self._waiting.pop(transfer_id, ()):
             if not future.done():
                 future.set_result(None)
+
+
+class Copies:
+    """Work on threads that goes on when the task that waited for it is cancelled; `settled` says when none of it runs."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._running: set[asyncio.Future[object]] = set()
+
+    async def run(self, work: Callable[..., object], *args: object) -> None:
+        """`work(*args)` on a thread. Raises what it raises."""
+        future: asyncio.Future[object] = asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        await asyncio.shield(future)
+
+    async def settled(self) -> None:
+        """Until nothing runs any more."""
+        while self._running:
+            await asyncio.wait(self._running)
 
 
 class Tasks:

@@ -222,7 +222,7 @@ def test_no_chunk_follows_the_last() -> None:
 @given(st.lists(SIZES, min_size=2, max_size=3), st.randoms(use_true_random=False))
 def test_shares_of_several_senders_come_in_any_order_and_all_are_needed(shares: list[list[int]], rng: object) -> None:
     """Each sender's chunks come in its own order; the session is verified by the last chunk of the last of them."""
-    staging = Staging(64 * PAGE, PAGE)
+    staging = Staging(256 * PAGE, PAGE)
     session = ReceiveSession(TRANSFER, expires_at=9.0, now=0.0)
     slot = staging.allocate(sum(map(sum, shares)) * BLOCK_BYTES)
     assert slot is not None

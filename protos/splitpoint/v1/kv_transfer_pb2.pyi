@@ -351,7 +351,7 @@ class StagingStatus(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ...) -> None: ...
 
 class GetNodeStatusResponse(_message.Message):
-    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors", "tasks", "lease_states", "session_states")
+    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors", "tasks", "lease_states", "session_states", "pack")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +382,7 @@ class GetNodeStatusResponse(_message.Message):
     TASKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_STATES_FIELD_NUMBER: _ClassVar[int]
     SESSION_STATES_FIELD_NUMBER: _ClassVar[int]
+    PACK_FIELD_NUMBER: _ClassVar[int]
     send: StagingStatus
     receive: StagingStatus
     leases: int
@@ -391,7 +392,8 @@ class GetNodeStatusResponse(_message.Message):
     tasks: int
     lease_states: _containers.ScalarMap[str, int]
     session_states: _containers.ScalarMap[str, int]
-    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ..., tasks: _Optional[int] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    pack: StagingStatus
+    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ..., tasks: _Optional[int] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., pack: _Optional[_Union[StagingStatus, _Mapping]] = ...) -> None: ...
 
 class FencePeerRequest(_message.Message):
     __slots__ = ("incarnation",)
