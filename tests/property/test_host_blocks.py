@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,7 +36,7 @@ def test_runs_are_the_ids_in_order(ids: list[int]) -> None:
     assert [first + i for _, first, count in found for i in range(count)] == ids
     assert [place for place, _, _ in found] == [sum(count for _, _, count in found[:i]) for i in range(len(found))]
     assert all(count > 0 for _, _, count in found)
-    for (_, first, count), (_, following, _) in zip(found, found[1:], strict=False):
+    for (_, first, count), (_, following, _) in itertools.pairwise(found):
         assert following != first + count, "two runs that are one"
 
 
