@@ -182,7 +182,7 @@ def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[d
             if not chosen:
                 entry[name] = {"rate_per_s": None, "why": NOT_MEASURED}
                 continue
-            found = knee([p.rate_per_s for p in chosen], [p.attainment(slo) for p in chosen])
+            found = knee([p.rate_per_s for p in chosen], [p.attainment(slo) for p in chosen], requests=plan.requests)
             entry[name] = {"rate_per_s": found.rate_per_s, "why": found.why}
         knees.append(entry)
         differences += _ratio(entry["split"], entry["colocated"])

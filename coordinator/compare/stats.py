@@ -16,6 +16,7 @@ from scipy import stats as scipy_stats
 CONFIDENCE = 0.95
 BOOTSTRAP_RESAMPLES = 9999
 MAX_SEEDS = 1000
+_NORMAL = statistics.NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +152,19 @@ class Knee:
     why: str = ""
 
 
-def knee(rates_per_s: Sequence[float], attainments: Sequence[float], level: float = 0.9) -> Knee:
+def knee(rates_per_s: Sequence[float], attainments: Sequence[float], level: float = 0.9, requests: int = 100) -> Knee:
     """The rate at which a falling fit through the points crosses `level`.
 
-    Attainment can only fall with the rate, so the points are first made monotone (least squares, equal rates averaged),
-    then joined by straight lines.
+    Attainment can only fall with the rate, so the points are first made monotone (least squares, equal rates averaged). Between
+    two rates the crossing is read off a straight line in the normal quantile of the attainment over the logarithm of the rate:
+    the curve is bent there, and a line through the attainments themselves is off by more the farther apart the rates are, which
+    does not cancel between arms of different slope. `requests` is behind each point; none is taken to be surer than half a request.
 
     Raises:
-        ValueError: no points, or lengths differ.
+        ValueError: no points, lengths differ, or a rate that is not positive.
     """
-    if not rates_per_s or len(rates_per_s) != len(attainments):
-        raise ValueError("a knee needs rates and as many attainments")
+    if not rates_per_s or len(rates_per_s) != len(attainments) or min(rates_per_s) <= 0:
+        raise ValueError("a knee needs positive rates and as many attainments")
     by_rate: dict[float, list[float]] = {}
     for rate, attainment in zip(rates_per_s, attainments, strict=True):
         by_rate.setdefault(rate, []).append(attainment)
@@ -174,8 +177,11 @@ def knee(rates_per_s: Sequence[float], attainments: Sequence[float], level: floa
     if fitted[-1] >= level:
         return Knee(None, f"above the highest rate tried ({rates[-1]:.3g}/s)")
     after = next(i for i, value in enumerate(fitted) if value < level)
-    share = (fitted[after - 1] - level) / (fitted[after - 1] - fitted[after])
-    return Knee(rates[after - 1] + share * (rates[after] - rates[after - 1]))
+    least = 0.5 / requests
+    high, low = (_NORMAL.inv_cdf(min(1 - least, max(least, value))) for value in (fitted[after - 1], fitted[after]))
+    # Half a request can be more than the level leaves: then the upper point is the crossing.
+    share = max(0.0, (high - _NORMAL.inv_cdf(level)) / (high - low))
+    return Knee(rates[after - 1] * (rates[after] / rates[after - 1]) ** share)
 
 
 def seeds_to_settle(values: Sequence[float], margin: float, minimum: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 
@@ -43,8 +44,10 @@ def probes(plan: QuickPlan, fall: dict[str, float]) -> list[Probe]:
 
 
 def crossing(plan: QuickPlan, at_high: float) -> float:
+    """From everything but half a request at the low rate: a line in normal quantiles over log rate."""
     low, high = plan.rates_per_s
-    return low + (high - low) * 0.1 / (1.0 - at_high)
+    most, least, level = (statistics.NormalDist().inv_cdf(share) for share in (1 - 0.5 / plan.requests, at_high, 0.9))
+    return low * (high / low) ** ((most - level) / (most - least))
 
 
 def test_each_seed_gives_one_ratio_of_knees_and_one_of_the_baseline_with_itself() -> None:

@@ -72,10 +72,36 @@ def test_percentile_is_an_observed_value() -> None:
         stats.percentile([], 0.5)
 
 
+def between(low: float, high: float, at_low: float, at_high: float, level: float = 0.9) -> float:
+    """Where a line in normal quantiles over log rate crosses the level."""
+    first, second, wanted = scipy_stats.norm.ppf([at_low, at_high, level])
+    return math.exp(np.interp(wanted, [second, first], [math.log(high), math.log(low)]))
+
+
 def test_knee_is_where_the_line_crosses() -> None:
     found = stats.knee([1.0, 2.0, 3.0], [1.0, 0.95, 0.75])
-    assert found.rate_per_s == pytest.approx(2.25)
+    assert found.rate_per_s == pytest.approx(between(2.0, 3.0, 0.95, 0.75))
     assert found.why == ""
+
+
+@pytest.mark.parametrize("steepness", [5.0, 7.0, 9.0])
+@pytest.mark.parametrize("steps", [3, 5, 9])
+def test_knee_of_a_bent_curve_is_nearer_the_truth_than_a_straight_line(steps: int, steepness: float) -> None:
+    """exp(-rate^s ln(1/0.9)) has its knee at 1 for every s."""
+    rates = np.geomspace(0.7, 1.6, steps)
+    attained = np.exp(math.log(0.9) * rates**steepness)
+    found = stats.knee(rates.tolist(), attained.tolist(), requests=2000).rate_per_s
+    assert found is not None
+    straight = float(np.interp(-0.9, -attained, rates))
+    assert abs(found - 1) < 0.5 * abs(straight - 1)
+    assert found == pytest.approx(1.0, abs=0.015)
+
+
+def test_a_point_is_no_surer_than_half_a_request() -> None:
+    few, many = (stats.knee([1.0, 2.0], [1.0, 0.5], requests=count).rate_per_s for count in (20, 2000))
+    assert few == pytest.approx(between(1.0, 2.0, 1 - 0.025, 0.5))
+    assert many == pytest.approx(between(1.0, 2.0, 1 - 0.00025, 0.5))
+    assert stats.knee([1.0, 2.0], [1.0, 0.5], requests=2).rate_per_s == 1.0
 
 
 def test_knee_of_a_curve_that_rises_is_taken_from_the_monotone_fit() -> None:
@@ -85,7 +111,8 @@ def test_knee_of_a_curve_that_rises_is_taken_from_the_monotone_fit() -> None:
 
 
 def test_knee_averages_equal_rates() -> None:
-    assert stats.knee([1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 0.9, 0.7]).rate_per_s == pytest.approx(1.5)
+    found = stats.knee([1.0, 1.0, 2.0, 2.0], [1.0, 0.96, 0.9, 0.7]).rate_per_s
+    assert found == pytest.approx(between(1.0, 2.0, 0.98, 0.8))
 
 
 @pytest.mark.parametrize(("attainments", "side"), [([0.5, 0.4], "below the lowest"), ([1.0, 0.95], "above the highest")])
