@@ -140,6 +140,13 @@ class RankControl:
         """Every rank's snapshot. Raises `SplitpointError` when a rank does not answer."""
         return await self._all(lambda rank: self._rpc(rank, "GetNodeStatus", pb.GetNodeStatusRequest(), STATUS_TIMEOUT_S))
 
+    async def metrics(self) -> list[bytes | None]:
+        """Every rank's Prometheus exposition, in rank order; None for one that does not answer."""
+        request = pb.GetNodeStatusRequest(metrics=True)
+        calls = [self._rpc(rank, "GetNodeStatus", request, STATUS_TIMEOUT_S) for rank in range(len(self.endpoints))]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return [None if isinstance(answer, BaseException) else answer.metrics_text for answer in answers]
+
     async def fence(self, incarnation: str) -> None:
         """Tell every rank that the peer process `incarnation` is known dead: slots quarantined for its sake come back."""
         request = pb.FencePeerRequest(incarnation=incarnation)

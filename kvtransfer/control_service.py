@@ -65,7 +65,10 @@ class KvControlServicer(pb_grpc.KvControlServiceServicer):
 
     async def GetNodeStatus(self, request: pb.GetNodeStatusRequest, context: Any) -> pb.GetNodeStatusResponse:  # noqa: N802
         await require_control_token(context, self._token)
-        return self._rt.status()
+        status = self._rt.status()
+        if request.metrics:
+            status.metrics_text = self._rt.metrics.exposition()
+        return status
 
     async def FencePeer(self, request: pb.FencePeerRequest, context: Any) -> pb.FencePeerResponse:  # noqa: N802
         await require_control_token(context, self._token)

@@ -19,6 +19,7 @@ from kvtransfer.config import KvTransferSettings
 from kvtransfer.control_service import KvControlServicer
 from kvtransfer.layout import holding
 from kvtransfer.memory import host_memory, use_device_of
+from kvtransfer.metrics import Observation
 from kvtransfer.peers import Peers
 from kvtransfer.push import KvTransferServicer
 from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id, host_port
@@ -215,6 +216,10 @@ class KvNode:
         with rt.lock:
             rt.sessions.scattered(transfer_id, rt.now())
         rt.follow_from_engine(transfer_id, ())
+
+    def take_observations(self) -> list[Observation]:
+        """Ends of transfers since the last call, for the engine's own statistics."""
+        return self._rt.metrics.take_observations()
 
     def counters(self) -> dict[str, int]:
         """Every event so far, by name."""

@@ -70,17 +70,19 @@ class Puller:
             session = rt.sessions.adopt(transfer_id) or rt.sessions.open(transfer_id, expires_at=expires_at, now=now)
         if isinstance(session, Refusal):
             raise rt.refusal(session)
-        rt.metrics.started()
+        rt.metrics.started(request.transport)
         task = rt.pulls[transfer_id] = asyncio.create_task(self._run(request, session, now + request.remaining_s))
         error: SplitpointError
         try:
             response = await task
-            rt.metrics.delivered(request.transport, response.bytes, response.seconds)
+            waited_s = max(0.0, rt.now() - now - response.seconds)
+            chunks = sum(seal.num_chunks for seal in response.seals)
+            rt.metrics.delivered(request.transport, response.bytes, response.seconds, waited_s=waited_s, chunks=chunks)
             return response
         except asyncio.CancelledError:
             if not session.ended:
                 self._end(session, SessionEvent.ABANDON, "cancelled")
-                rt.metrics.failed("cancelled")
+                rt.metrics.failed(request.transport, "cancelled")
                 raise
             error, reason = SplitpointError(Code.CANCELLED, f"released: {session.reason}"), "released"
         except SplitpointError as exc:
@@ -92,12 +94,12 @@ class Puller:
             error, reason = SplitpointError(code, f"transport {request.transport}, {exc.reason}: {exc}"), exc.reason
         except BaseException:
             self._end(session, SessionEvent.FAIL, "fault")
-            rt.metrics.failed("fault")
+            rt.metrics.failed(request.transport, "fault")
             raise
         finally:
             del rt.pulls[transfer_id]
         self._end(session, SessionEvent.FAIL, reason)
-        rt.metrics.failed(reason)
+        rt.metrics.failed(request.transport, reason)
         logger.warning("transfer %s: pull failed: %s; %s", transfer_id.hex(), error, session.machine.story())
         raise rt.remember(error)
 

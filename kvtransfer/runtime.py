@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from kvtransfer.checksum import algorithm_for, checksum
@@ -84,10 +85,11 @@ class NodeRuntime:
     def bind(self) -> None:
         """Take the running loop as this node's."""
         self.loop = asyncio.get_running_loop()
-        self.send_room = RoomQueue(self.send, self.lock)
-        self.receive_room = RoomQueue(self.receive, self.lock)
-        self.pack_room = RoomQueue(self.pack, self.lock)
+        self.send_room = RoomQueue(self.send, self.lock, partial(self.metrics.staging_waited, "send"))
+        self.receive_room = RoomQueue(self.receive, self.lock, partial(self.metrics.staging_waited, "receive"))
+        self.pack_room = RoomQueue(self.pack, self.lock, partial(self.metrics.staging_waited, "pack"))
         self.bell = Bell()
+        self.metrics.watch(self.status)
         self.tasks = Tasks(self._background_failed)
         self.peers = Peers(self.compatibility, self.fingerprint, self.settings.handshake_timeout_s, self.settings.tls)
         on_device = functools.partial(use_device_of, self.receive_memory)
@@ -188,8 +190,6 @@ class NodeRuntime:
                 logger.warning("transfer %s: staged KV expired; %s", session.transfer_id.hex(), session.machine.story())
                 self.cancel_pull(session.transfer_id)
             self.follow(b"", ())
-            self.metrics.staging("send", self.send.used_bytes, self.send.quarantined_bytes)
-            self.metrics.staging("receive", self.receive.used_bytes, self.receive.quarantined_bytes)
 
     def cancel_pull(self, transfer_id: bytes) -> None:
         """End the task that pulls this transfer, if one does."""

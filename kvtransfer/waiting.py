@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -14,9 +15,16 @@ from kvtransfer.staging import Slot, Staging
 class RoomQueue:
     """Waits for staging in order of arrival: a large prompt is not starved by small ones that would fit before it."""
 
-    def __init__(self, staging: Staging, lock: AbstractContextManager[object]) -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        lock: AbstractContextManager[object],
+        waited: Callable[[str, float], None] = lambda outcome, seconds: None,
+    ) -> None:
+        """`waited` hears of everybody who found no room at once: "granted", "refused" or "abandoned", and for how long."""
         self._staging = staging
         self._lock = lock
+        self._waited = waited
         self._waiting: deque[tuple[bytes, int, asyncio.Future[Slot]]] = deque()
         self._seen_frees = 0
 
@@ -38,10 +46,15 @@ class RoomQueue:
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         entry = (transfer_id, num_bytes, future)
         self._waiting.append(entry)
+        begin_s, outcome = time.monotonic(), "abandoned"
         try:
             async with asyncio.timeout(timeout_s):
-                return await future
-        except BaseException:
+                slot = await future
+            outcome = "granted"
+            return slot
+        except BaseException as exc:
+            if isinstance(exc, TimeoutError):
+                outcome = "refused"
             if future.done() and not future.cancelled():
                 with self._lock:
                     self._staging.free(future.result())
@@ -49,6 +62,7 @@ class RoomQueue:
         finally:
             if entry in self._waiting:
                 self._waiting.remove(entry)
+            self._waited(outcome, time.monotonic() - begin_s)
             self._grant()
 
     def abandon(self, transfer_id: bytes) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from threading import Thread
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest, start_http_server
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from engine.worker.rank_metrics import EngineCollector, RankCollector
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -37,6 +41,7 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self.registry.register(_EventCollector(self.events))
+        self.registry.register(EngineCollector())
 
     def event(self, name: str) -> None:
         """Something worth counting happened once."""
@@ -53,6 +58,10 @@ class WorkerMetrics:
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge that is read at every scrape. Raises `ValueError` when the name is taken."""
         Gauge(f"splitpoint_worker_{name}", text, registry=self.registry).set_function(read)
+
+    def ranks(self, read: Callable[[], Coroutine[Any, Any, Sequence[bytes | None]]]) -> None:
+        """Show every rank's series too, read at each scrape. Called on the loop to which `read` belongs."""
+        self.registry.register(RankCollector(asyncio.get_running_loop(), read, self.event))
 
     def serve(self, host: str, port: int) -> int:
         """Answer scrapes over HTTP from a thread; returns the port (`port` 0: the system chooses). Raises `OSError`."""

@@ -114,6 +114,7 @@ class WorkerServer:
                 raise RuntimeError(f"{len(self.facts.endpoints)} ranks registered, the engine has {self.info.world_size}")
             made = self._make_ranks(self.facts.endpoints, self.identity.control_token)
             self.ranks = await made if inspect.isawaitable(made) else made
+            self.metrics.ranks(self.ranks.metrics)
             if self.facts.max_transfer_tokens < self.info.max_model_len:
                 # Longer prompts take the colocated path, whatever an operator expects.
                 self.metrics.event("staging_below_max_model_len")
@@ -139,7 +140,8 @@ class WorkerServer:
             port = self.metrics.serve(self.settings.bind_host, self.settings.metrics_port)
             self.metrics_address = host_port(self.settings.advertise_host, port)
         await self._serving(True)
-        _log.info("worker serves worker_id=%s incarnation=%s address=%s", *self._names())
+        transports = ",".join(self.facts.transports) if self.facts is not None else "none"
+        _log.info("worker serves worker_id=%s incarnation=%s address=%s transports=%s", *self._names(), transports)
         return self.address
 
     @property

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtransfer.connector import shim
 from kvtransfer.connector.scheduler import SchedulerHalf, StepPlan
+from kvtransfer.connector.stats import Increments, SplitpointPromMetrics, SplitpointStats
 from kvtransfer.connector.worker import CacheFacts, RankSettings, WorkerHalf
 
 
@@ -37,6 +38,7 @@ class SplitpointConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec = shim.require_single_full_attention_group(kv_cache_config)
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
+        self._increments = Increments()
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_half = SchedulerHalf(self._spec.block_size)
         else:
@@ -112,6 +114,30 @@ class SplitpointConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.worker_half is not None:
             self.worker_half.shutdown()
+
+    # Statistics: both processes, then the one that logs
+
+    def get_kv_connector_stats(self) -> SplitpointStats | None:
+        """What this half has counted since the last call; None when nothing, which then costs no message."""
+        if self.scheduler_half is not None:
+            stats = SplitpointStats.of_scheduler(self._increments.take(self.scheduler_half.counters))
+        else:
+            stats = SplitpointStats.of_rank(self._worker.take_observations())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SplitpointStats:
+        return SplitpointStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SplitpointPromMetrics:
+        return SplitpointPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def _plan(self) -> StepPlan:

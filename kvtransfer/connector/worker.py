@@ -20,6 +20,7 @@ from kvtransfer.connector.blocks import BlockArray, EngineBlocks
 from kvtransfer.connector.scheduler import Gather, Scatter, StepPlan
 from kvtransfer.layout import PROTOCOL_VERSION
 from kvtransfer.memory import device_memory, host_memory, pinned_memory
+from kvtransfer.metrics import Observation
 from kvtransfer.transports.base import Memory
 from protos.ids import Incarnation, TransferId
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -49,6 +50,8 @@ class Node(Protocol):
     def receive_view(self, transfer_id: TransferId) -> BlockArray | None: ...
 
     def scattered(self, transfer_id: TransferId, *, ready: Callable[[], bool] | None = None) -> None: ...
+
+    def take_observations(self) -> list[Observation]: ...
 
     def stop(self) -> None: ...
 
@@ -160,6 +163,10 @@ class WorkerHalf:
         """Engine blocks whose load failed since the last call; vLLM fails their requests and forgets their hashes."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def take_observations(self) -> list[Observation]:
+        """Ends of this rank's transfers since the last call; none without a node."""
+        return [] if self._node is None else self._node.take_observations()
 
     def shutdown(self) -> None:
         """Stop the node. Idempotent."""

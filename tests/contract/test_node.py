@@ -208,7 +208,7 @@ async def test_metrics_are_exposed(pair: NodePair) -> None:
     text = pair.receivers[0].metrics_text().decode()
     assert 'splitpoint_kv_transfer_bytes_total{transport="grpc"} 16384.0' in text
     assert 'splitpoint_kv_transfer_seconds_count{transport="grpc"} 1.0' in text
-    assert "splitpoint_kv_transfer_inflight 0.0" in text
+    assert 'splitpoint_kv_transfer_inflight{transport="grpc"} 0.0' in text
 
 
 async def test_nodes_leave_no_descriptor() -> None:

@@ -337,8 +337,10 @@ class ReleaseResponse(_message.Message):
     def __init__(self, known: _Optional[bool] = ...) -> None: ...
 
 class GetNodeStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("metrics",)
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    metrics: bool
+    def __init__(self, metrics: _Optional[bool] = ...) -> None: ...
 
 class StagingStatus(_message.Message):
     __slots__ = ("capacity_bytes", "used_bytes", "quarantined_bytes")
@@ -351,7 +353,7 @@ class StagingStatus(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ...) -> None: ...
 
 class GetNodeStatusResponse(_message.Message):
-    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors", "tasks", "lease_states", "session_states", "pack")
+    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors", "tasks", "lease_states", "session_states", "pack", "metrics_text")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +385,7 @@ class GetNodeStatusResponse(_message.Message):
     LEASE_STATES_FIELD_NUMBER: _ClassVar[int]
     SESSION_STATES_FIELD_NUMBER: _ClassVar[int]
     PACK_FIELD_NUMBER: _ClassVar[int]
+    METRICS_TEXT_FIELD_NUMBER: _ClassVar[int]
     send: StagingStatus
     receive: StagingStatus
     leases: int
@@ -393,7 +396,8 @@ class GetNodeStatusResponse(_message.Message):
     lease_states: _containers.ScalarMap[str, int]
     session_states: _containers.ScalarMap[str, int]
     pack: StagingStatus
-    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ..., tasks: _Optional[int] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., pack: _Optional[_Union[StagingStatus, _Mapping]] = ...) -> None: ...
+    metrics_text: bytes
+    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ..., tasks: _Optional[int] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., pack: _Optional[_Union[StagingStatus, _Mapping]] = ..., metrics_text: _Optional[bytes] = ...) -> None: ...
 
 class FencePeerRequest(_message.Message):
     __slots__ = ("incarnation",)
