@@ -108,7 +108,7 @@ class DecodeService:
                 raise
             raise _released(transfer) from None
         staged = Staged(
-            seals=tuple(r.seal for r in responses),
+            seals=tuple(seal for r in responses for seal in r.seals or [r.seal]),
             bytes=sum(r.bytes for r in responses),
             seconds=max(r.seconds for r in responses),
             transport=responses[0].transport,
@@ -182,10 +182,8 @@ class DecodeService:
     def _open(self, call: LegCall, leg: worker_pb2.PrepareLeg) -> _Entry:
         _, facts = self._context.transfer()
         transfer_id = checked_grant(leg.grant)
-        if len(leg.prefill_ranks) != len(facts.endpoints):
-            raise SplitpointError(
-                Code.INCOMPATIBLE_PEER, f"prefill has {len(leg.prefill_ranks)} ranks, this worker {len(facts.endpoints)}"
-            )
+        if not leg.prefill_ranks:
+            raise SplitpointError(Code.INCOMPATIBLE_PEER, "the prefill worker names no ranks")
         if not 0 < leg.prompt_tokens <= facts.max_transfer_tokens:
             raise SplitpointError(
                 Code.TRANSFER_REFUSED,

@@ -219,7 +219,7 @@ class WorkerProcess:
             state=state,
             address=server.address,
             pid=self._refs[0].pid,
-            fingerprint=facts.fingerprint if facts is not None else b"",
+            fingerprint=facts.family if facts is not None else b"",
             ranks=tuple(
                 RankView(rank=e.rank, address=e.address, host_id=e.host_id, ucx_worker_address=e.ucx_worker_address)
                 for e in facts.endpoints

@@ -33,7 +33,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ready workers whose KV bytes mean the same: any prefill of a group can hand over to any decode of it."""
+    """Ready workers that can exchange KV: any prefill of a group can hand over to any decode of it."""
 
     prefill: End
     decode: End

@@ -37,7 +37,7 @@ class RankView:
 class WorkerView:
     """One worker as the coordinator last saw it.
 
-    `fingerprint` is equal for workers whose KV bytes mean the same; `running`, `waiting` and `kv_usage` are as old as
+    `fingerprint` is equal for workers that can exchange KV, of whatever shape; `running`, `waiting` and `kv_usage` are as old as
     `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
     """
 

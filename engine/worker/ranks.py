@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.layout import fingerprint
+from kvtransfer.layout import family, fingerprint
 from protos.errors import Code, SplitpointError, invalid
 from protos.ids import Incarnation, TransferId
 from protos.splitpoint.v1 import kv_transfer_pb2, worker_pb2
@@ -60,6 +60,13 @@ class RankFacts:
     compatibility: kv_transfer_pb2.KvCompatibility
     """Of rank 0."""
     fingerprint: bytes
+    """Of rank 0."""
+    family: bytes = b""
+    """Equal for workers that can exchange KV, of whatever shape (`kvtransfer.layout.family`)."""
+    rank_fingerprints: tuple[bytes, ...] = ()
+    """Of each rank."""
+    rank_block_bytes: tuple[int, ...] = ()
+    """What a block takes in each rank's staging."""
     block_tokens: int
     bytes_per_block: int
     """Of rank 0."""
@@ -68,9 +75,10 @@ class RankFacts:
     transports: tuple[str, ...]
     """Those that every rank has."""
 
-    def transfer_bytes(self, prompt_tokens: int) -> int:
-        """What a prompt takes in rank 0's staging."""
-        return -(-prompt_tokens // self.block_tokens) * self.bytes_per_block
+    def transfer_bytes(self, prompt_tokens: int, rank: int = 0) -> int:
+        """What a prompt takes in a rank's staging."""
+        blocks = -(-prompt_tokens // self.block_tokens)
+        return blocks * (self.rank_block_bytes[rank] if self.rank_block_bytes else self.bytes_per_block)
 
 
 class RankRegistry:
@@ -130,6 +138,9 @@ class RankRegistry:
             endpoints=tuple(r.endpoint for r in ranks),
             compatibility=first.compatibility,
             fingerprint=fingerprint(first.compatibility),
+            family=family(first.compatibility),
+            rank_fingerprints=tuple(fingerprint(r.compatibility) for r in ranks),
+            rank_block_bytes=tuple(r.bytes_per_block for r in ranks),
             block_tokens=first.compatibility.block_tokens,
             bytes_per_block=first.bytes_per_block,
             max_transfer_tokens=blocks * first.compatibility.block_tokens,

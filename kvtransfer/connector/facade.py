@@ -93,6 +93,7 @@ class SplitpointConnector(KVConnectorBase_V1, SupportsHMA):
                 world_size=parallel.world_size,
                 tensor_parallel_size=parallel.tensor_parallel_size,
                 pipeline_parallel_size=parallel.pipeline_parallel_size,
+                place=shim.cache_place(self._vllm_config, self._kv_cache_config, self._spec, kv_caches),
             ),
         )
 

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from kvtransfer.connector.place import CachePlace, first_kv_head, layer_range, row_axes
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,42 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any, spec: Any, layer: Any) 
             named = "default"
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     return f"{getattr(backend, 'name', None) or 'auto'}:{named}:{shape}:{order}"
+
+
+def cache_place(vllm_config: Any, kv_cache_config: Any, spec: Any, layers: Mapping[str, Any]) -> CachePlace | None:
+    """Where this rank's cache lies in the model, and how its blocks are ordered; None when that cannot be told."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    tensors = list(layers.values())
+    along_tokens = [getattr(parallel, f"{phase}_context_parallel_size", 1) for phase in ("prefill", "decode")]
+    if along_tokens != [1, 1] or len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
+        return None  # ranks share a head's tokens, or layers share a cache
+    first = tensors[0]
+    packed = first.device.type == "cpu"
+    ordered = row_axes(
+        first.shape,
+        first.stride(),
+        kv_cache_config.num_blocks,
+        num_kv_heads=spec.num_kv_heads,
+        block_tokens=spec.block_size,
+        packed=packed,
+    )
+    alike = all((tensor.shape, tensor.stride()) == (first.shape, first.stride()) for tensor in tensors)
+    found = layer_range(layers)
+    if ordered is None or not alike or (found is None and parallel.pipeline_parallel_size > 1):
+        return None
+    tp = parallel.tensor_parallel_size
+    total_heads = 1 if type(spec).__name__ == "MLAAttentionSpec" else model.get_total_num_kv_heads()
+    total_layers = len(layers) if parallel.pipeline_parallel_size == 1 else model.get_total_num_hidden_layers()
+    axes, kernel_block_tokens = ordered
+    return CachePlace(
+        total_kv_heads=total_heads,
+        first_kv_head=first_kv_head(parallel.rank, tp, total_heads),
+        total_layers=total_layers,
+        first_layer=0 if found is None or parallel.pipeline_parallel_size == 1 else found[0],
+        axes=axes,
+        kernel_block_tokens=kernel_block_tokens,
+        packing=f"cpu_attn:{_cpu_isa(vllm_config, spec)}" if packed else "plain",
+    )
 
 
 def _cpu_isa(vllm_config: Any, spec: Any) -> str:

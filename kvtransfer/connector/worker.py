@@ -17,6 +17,7 @@ import torch
 
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.connector.blocks import BlockArray, EngineBlocks
+from kvtransfer.connector.place import CachePlace
 from kvtransfer.connector.scheduler import Gather, Scatter, StepPlan
 from kvtransfer.layout import PROTOCOL_VERSION
 from kvtransfer.memory import device_memory, host_memory, pinned_memory
@@ -98,6 +99,8 @@ class CacheFacts:
     world_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    place: CachePlace | None = None
+    """None: it cannot be told, and this rank exchanges KV with its equal alone."""
 
 
 class WorkerHalf:
@@ -215,7 +218,7 @@ class WorkerHalf:
         node.scattered(scatter.transfer_id, ready=copy)
 
     def _compatibility(self, blocks: EngineBlocks, facts: CacheFacts) -> pb.KvCompatibility:
-        return pb.KvCompatibility(
+        compatibility = pb.KvCompatibility(
             protocol_version=PROTOCOL_VERSION,
             model=self._settings.model,
             model_revision=self._settings.model_hash,
@@ -231,6 +234,9 @@ class WorkerHalf:
             engine="vllm",
             block_bytes_per_layer=blocks.layer_block_bytes,
         )
+        if facts.place is not None:
+            facts.place.fill(compatibility)
+        return compatibility
 
     def _need_node(self) -> Node:
         if self._node is None:

@@ -103,8 +103,30 @@ def test_a_seal_fits_only_its_own_prompt_transfer_and_bytes() -> None:
         wrong.CopyFrom(of_rank)
         setattr(wrong, name, value)
         assert name in seal_mismatch(seal, [wrong], PROMPT, "p")
-        # Other ranks may hold other layers, but never another prompt.
-        assert (seal_mismatch(seal, [of_rank, wrong], PROMPT, "p") == "") is (name in ("fingerprint", "bytes"))
+        assert name in seal_mismatch(seal, [of_rank, wrong], PROMPT, "p")
+
+
+def test_every_rank_s_seal_is_compared_with_what_the_worker_says_of_it() -> None:
+    """Ranks hold other layers and heads, so each has a fingerprint and a length of its own."""
+    second = rank(1, 2, bytes_per_block=70)
+    second.compatibility.num_layers = 3
+    facts = registry_of(rank(0, 2), second).facts()
+    seal = make_seal(A, PROMPT, facts, "p")
+    assert [(said.rank, said.bytes) for said in seal.ranks] == [(0, 200), (1, 140)]
+    assert seal.ranks[0].fingerprint == seal.fingerprint != seal.ranks[1].fingerprint
+    seals = []
+    for said in seal.ranks:
+        of_rank = kv_transfer_pb2.Seal(rank=said.rank, fingerprint=said.fingerprint, bytes=said.bytes)
+        for name in ("transfer_id", "prompt_tokens", "token_hash", "incarnation"):
+            setattr(of_rank, name, getattr(seal, name))
+        seals.append(of_rank)
+    assert seal_mismatch(seal, seals, PROMPT, "p") == ""
+    # A rank may be pulled from by several of ours, and one that replicates another by none.
+    assert seal_mismatch(seal, [seals[1], seals[1]], PROMPT, "p") == ""
+    seals[1].bytes = 200
+    assert seal_mismatch(seal, seals, PROMPT, "p") == "bytes: rank 1 sealed 200, the worker 140"
+    seals[1].rank = 2
+    assert "rank: 2" in seal_mismatch(seal, seals, PROMPT, "p")
 
 
 def test_the_roster_knows_each_streams_transfers_until_their_time_is_over() -> None:
