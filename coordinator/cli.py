@@ -244,9 +244,11 @@ def _print_status(reply: admin_pb2.GetStatusResponse, console: Console) -> None:
             w.worker_id, w.state, w.incarnation, w.address, str(w.pid), str(w.running), str(w.waiting), str(w.leases),
             f"{w.kv_usage:.0%}", f"{w.heartbeat_age_s:.1f} s", w.detail,
         )  # fmt: skip
-    gateways = Table("gateway", "HTTP", "gRPC", "admin", "in flight", title="gateways", title_justify="left")
+    gateways = Table("gateway", "HTTP", "gRPC", "admin", "in flight", "kept out", title="gateways", title_justify="left")
     for g in reply.gateways:
-        gateways.add_row(g.gateway_id, g.http_address, g.grpc_address, g.admin_address, str(g.in_flight))
+        gateways.add_row(
+            g.gateway_id, g.http_address, g.grpc_address, g.admin_address, str(g.in_flight), "\n".join(g.open_circuits)
+        )
     for table in (pools, workers, gateways):
         console.print(table)
 

@@ -239,7 +239,7 @@ class Request:
         self._verified = True
         route = self.route
         if isinstance(route, PairRoute):
-            actions.append(Credit((route.prefill, route.decode)))
+            actions.append(Credit((route.prefill, route.decode), route.transport))
             if event.staged.transport and event.staged.transport != route.transport:
                 actions.append(Note("transport_fallback", f"{route.transport} became {event.staged.transport}"))
         return actions
@@ -358,7 +358,7 @@ class Request:
             if self._pair_blamed:
                 return []
             self._pair_blamed = True
-            return [Blame((self.route.prefill, self.route.decode), code.value)]
+            return [Blame((self.route.prefill, self.route.decode), code.value, self.route.transport)]
         return [Blame((leg.worker,), code.value)] if code in WORKER_FAULTS else []
 
     def _fail(self, error: SplitpointError) -> list[Action]:

@@ -201,17 +201,19 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A fault for the breakers. One worker, or the two of a pair."""
+    """A fault for the breakers. One worker, or the two of a pair and the transport between them."""
 
     workers: tuple[WorkerView, ...]
     code: str
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """These workers did their part: forget their earlier faults, and those of the pair."""
+    """This worker, or this pair over this transport, did its part: forget its earlier faults."""
 
     workers: tuple[WorkerView, ...]
+    transport: str = ""
 
 
 Action = (

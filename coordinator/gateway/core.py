@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -15,8 +15,10 @@ from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.generation import RunningChoice
 from coordinator.gateway.membership import Membership
 from coordinator.gateway.metrics import GatewayMetrics
+from coordinator.routing.breaker import PairKey
 from coordinator.routing.router import Router
 from coordinator.routing.views import Role, WorkerView
+from protos.ids import Incarnation
 
 log = structlog.get_logger(__name__)
 
@@ -67,18 +69,30 @@ class GatewayCore:
         """Choices that have started and not ended."""
         return len(self.running)
 
-    def blame(self, workers: tuple[WorkerView, ...], code: str) -> None:
-        """A fault of one worker, or of a pair."""
-        key = _breaker_key(workers)
-        if self.router.breakers.failed(key, self.clock()):
+    def blame(self, workers: tuple[WorkerView, ...], code: str, transport: str) -> None:
+        """A fault of one worker, or of a pair over a transport."""
+        if self.router.breakers.failed(_breaker_key(workers, transport), self.clock()):
             self.metrics.breaker_opened(code)
-            log.warning("breaker_opened", workers=[v.worker_id for v in workers], code=code)
+            log.warning("breaker_opened", workers=[v.worker_id for v in workers], transport=transport, code=code)
 
-    def credit(self, workers: tuple[WorkerView, ...]) -> None:
+    def credit(self, workers: tuple[WorkerView, ...], transport: str) -> None:
         """They did their part."""
         breakers = self.router.breakers
-        if breakers:
-            breakers.succeeded(_breaker_key(workers))
+        if breakers and breakers.succeeded(_breaker_key(workers, transport)):
+            self.metrics.event("breaker_closed")
+            log.info("breaker_closed", workers=[v.worker_id for v in workers], transport=transport)
+
+    def open_circuits(self) -> list[str]:
+        """What may not be chosen at the moment: a worker, or two and the transport between them."""
+        names = {view.incarnation: view.worker_id for view in self.membership.views}
+        shown = []
+        for key in self.router.breakers.blocked(self.clock()):
+            if isinstance(key, PairKey):
+                ends = (names.get(key.prefill, key.prefill), names.get(key.decode, key.decode))
+                shown.append(f"{ends[0]} to {ends[1]} over {key.transport}")
+            else:
+                shown.append(str(names.get(key, key)))  # type: ignore[call-overload]
+        return sorted(shown)
 
     def refresh_gauges(self) -> None:
         """Bring the gauges that nobody pushes up to date; called before an exposition."""
@@ -118,6 +132,8 @@ class GatewayCore:
         await self.membership.close()
 
 
-def _breaker_key(workers: Iterable[WorkerView]) -> object:
-    keys = tuple(view.incarnation for view in workers)
-    return keys[0] if len(keys) == 1 else keys
+def _breaker_key(workers: Sequence[WorkerView], transport: str) -> Incarnation | PairKey:
+    if len(workers) == 1:
+        return workers[0].incarnation
+    prefill, decode = workers
+    return PairKey(prefill.incarnation, decode.incarnation, transport)

@@ -46,6 +46,7 @@ from coordinator.request_actions import (
 )
 from coordinator.request_states import TERMINAL
 from coordinator.routing.goals import PairRoute, Refusal, Route
+from coordinator.routing.router import TRANSPORT_DOWNGRADED
 from coordinator.routing.views import WorkerView
 from protos.errors import Code, SplitpointError
 from protos.ids import AttemptId, Incarnation, token_hash
@@ -237,9 +238,9 @@ class RunningChoice:
             case Note():
                 self._note(action)
             case Blame():
-                self._core.blame(action.workers, action.code)
+                self._core.blame(action.workers, action.code, action.transport)
             case Credit():
-                self._core.credit(action.workers)
+                self._core.credit(action.workers, action.transport)
 
     def _choose(self, action: ChooseRoute) -> None:
         now_s = self._clock()
@@ -255,6 +256,7 @@ class RunningChoice:
     def _note_route(self, route: Route) -> None:
         if isinstance(route, PairRoute):
             self._ledger.transport = route.transport
+            self._ledger.transport_downgraded = TRANSPORT_DOWNGRADED in route.notes
             self._core.metrics.route_taken("split")
             return
         self._core.metrics.route_taken("local" if route.local else "colocated")

@@ -37,6 +37,7 @@ class LedgerRecorder:
     received_s: float
     path: str = ""
     transport: str = ""
+    transport_downgraded: bool = False
     attempts: int = 0
     recomputed: bool = False
     first_token_forwarded: bool = False
@@ -155,6 +156,7 @@ class LedgerRecorder:
         return common_pb2.StageLedger(
             path=self.path,
             transport=self.transport,
+            transport_downgraded=self.transport_downgraded,
             e2e_s=e2e_s,
             residual_s=e2e_s - sum(stages.values()),
             ttft_s=self.first_token_s - self.received_s if self.first_token_s is not None else 0.0,

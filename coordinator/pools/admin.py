@@ -151,6 +151,7 @@ def status(
                 pid=g.pid,
                 tasks=g.tasks,
                 open_files=g.open_files,
+                open_circuits=g.open_circuits,
             )
             for g in gateways
         ],

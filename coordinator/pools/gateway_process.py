@@ -102,6 +102,7 @@ class GatewayProcess:
             open_files=open_files([os.getpid()]),
             membership_age_s=time.monotonic() - applied_s if applied_s is not None else float("inf"),
             ready=self.core.ready(),
+            open_circuits=tuple(self.core.open_circuits()),
         )
 
     async def drain(self, timeout_s: float) -> bool:

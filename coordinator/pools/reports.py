@@ -101,6 +101,7 @@ class GatewayReport:
     open_files: int
     membership_age_s: float
     ready: bool
+    open_circuits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

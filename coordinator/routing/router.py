@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from coordinator.routing.breaker import Breakers
+from coordinator.routing.breaker import Breakers, PairKey
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.filters import (
     BREAKER_OPEN,
@@ -28,6 +28,10 @@ from kvtransfer.transport_choice import agreed_order
 from protos.ids import Incarnation
 
 TRANSPORT_FALLBACK = "transport_fallback"
+TRANSPORT_DOWNGRADED = "transport_downgraded"
+"""Not the transport that was to be asked for first, because it failed between these workers."""
+TRANSPORT_PROBED = "transport_probed"
+"""This request tries a pair's transport that was out."""
 NO_PAIR = "no_pair"
 LOCAL_RECOMPUTE = "local_recompute"
 BREAKER_OVERRIDDEN = "breaker_overridden"
@@ -116,10 +120,12 @@ class Router:
         if self._table.lonely_prefill:
             reasons[INCOMPATIBLE] += self._table.lonely_prefill
         wanted = (goal.transport,) if goal.transport is not None else self._transports
+        before = reasons[PAIR_BREAKER_OPEN]
         for rank, transport in enumerate(wanted):
             pair = self._pair_over(goal, transport, now_s, reasons)
             if pair is not None:
-                notes = (TRANSPORT_FALLBACK,) if rank else ()
+                downgraded = reasons[PAIR_BREAKER_OPEN] > before
+                notes = (TRANSPORT_DOWNGRADED if downgraded else TRANSPORT_FALLBACK,) if rank else ()
                 return PairRoute(prefill=pair[0], decode=pair[1], transport=transport, notes=notes)
         return None
 
@@ -201,7 +207,7 @@ class Router:
 
         def accept(view: WorkerView) -> str | None:
             refusal = transfer_refusal(view, prompt_tokens=prompt_tokens, transport=transport)
-            if refusal is None and (beside, view.incarnation) in blocked:
+            if refusal is None and beside is not None and PairKey(beside, view.incarnation, transport) in blocked:
                 return PAIR_BREAKER_OPEN
             return refusal or (common(view) if common is not None else None)
 
@@ -212,12 +218,14 @@ class Router:
             return route
         workers = workers_of(route)
         overridden = not all(self.breakers.allows(view.incarnation, now_s) for view in workers)
-        keys: list[Hashable] = [view.incarnation for view in workers]
+        for view in workers:
+            self.breakers.chosen(view.incarnation, now_s)
+        notes = (*route.notes, BREAKER_OVERRIDDEN) if overridden else route.notes
         if isinstance(route, PairRoute):
-            keys.append(tuple(keys))
-        for key in keys:
-            self.breakers.chosen(key, now_s)
-        return replace(route, notes=(*route.notes, BREAKER_OVERRIDDEN)) if overridden else route
+            key = PairKey(route.prefill.incarnation, route.decode.incarnation, route.transport)
+            if self.breakers.chosen(key, now_s):
+                notes = (*notes, TRANSPORT_PROBED)
+        return replace(route, notes=notes)
 
 
 def _unless_worker_breaker(reason: str | None) -> str | None:

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from coordinator.routing.breaker import Breakers
+from coordinator.routing.breaker import Breakers, PairKey
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.goals import (
     FailedRoute,
@@ -37,6 +37,10 @@ def router(*views: WorkerView, **settings) -> Router:
 
 def decode_view(name: str, **changes) -> WorkerView:
     return worker_view(name, Role.DECODE, **changes)
+
+
+def pair_key(prefill: str, decode: str, transport: str) -> PairKey:
+    return PairKey(worker_view(prefill).incarnation, worker_view(decode).incarnation, transport)
 
 
 def pair(made: Router, **goal) -> PairRoute:
@@ -205,23 +209,53 @@ def test_a_breaker_opens_after_faults_in_a_row_and_lets_one_try_after_its_cooldo
     breakers.chosen("w", 10.0)
     assert not breakers.allows("w", 10.1), "only one request tries"
     assert breakers.allows("w", 20.0), "an attempt that never reports does not keep it out for ever"
-    breakers.succeeded("w")
+    assert breakers.succeeded("w")
     assert breakers.allows("w", 20.0)
     assert not breakers
+    assert not breakers.succeeded("w")
 
 
 def test_a_broken_pair_is_avoided_and_its_members_are_not() -> None:
     made = router(worker_view("p1"), worker_view("p2"), decode_view("d1"), decode_view("d2"), breaker_failures=1)
-    broken = (worker_view("p1").incarnation, worker_view("d1").incarnation)
+    broken = pair_key("p1", "d1", "ucx")
     made.breakers.failed(broken, NOW)
-    seen = {(r.prefill.incarnation, r.decode.incarnation) for r in (pair(made) for _ in range(100))}
+    seen = {(r.prefill.incarnation, r.decode.incarnation, r.transport) for r in (pair(made) for _ in range(100))}
     assert broken not in seen
     assert len(seen) == 3
+    assert {transport for _, _, transport in seen} == {"ucx"}
+
+
+def test_a_pair_whose_ucx_is_broken_goes_on_over_grpc_and_returns_when_a_probe_succeeds() -> None:
+    made = router(worker_view("p1"), decode_view("d1"), breaker_failures=2, breaker_cooldown_s=10.0)
+    ucx = pair_key("p1", "d1", "ucx")
+    made.breakers.failed(ucx, NOW)
+    assert (pair(made).transport, pair(made).notes) == ("ucx", ())
+    made.breakers.failed(ucx, NOW)
+    downgraded = pair(made)
+    assert (downgraded.transport, downgraded.notes) == ("grpc", ("transport_downgraded",))
+    wish = made.choose((PairGoal(prompt_tokens=1, transport="ucx"),), NOW)
+    assert isinstance(wish, Refusal), "a client that asks for the broken one does not get another"
+
+    def later(after_s: float) -> PairRoute:
+        route = made.choose((PairGoal(prompt_tokens=10),), NOW + after_s)
+        assert isinstance(route, PairRoute)
+        return route
+
+    assert later(9.9).transport == "grpc"
+    probe = later(10.0)
+    assert (probe.transport, probe.notes) == ("ucx", ("transport_probed",))
+    assert later(10.0).transport == "grpc", "one request probes"
+    made.breakers.failed(ucx, NOW + 10.1)
+    assert later(30.0).transport == "grpc", "a probe that failed makes the pause longer"
+    assert later(30.1).transport == "ucx"
+    made.breakers.succeeded(ucx)
+    assert (later(30.2).transport, later(30.2).notes) == ("ucx", ())
 
 
 def test_only_broken_pairs_left_means_one_worker() -> None:
     made = router(worker_view("p1"), decode_view("d1"), breaker_failures=1)
-    made.breakers.failed((worker_view("p1").incarnation, worker_view("d1").incarnation), NOW)
+    for transport in ("ucx", "grpc"):
+        made.breakers.failed(pair_key("p1", "d1", transport), NOW)
     route = made.choose(first_goals("split", prompt_tokens=1, transport=None, strict=False), NOW)
     assert isinstance(route, SoloRoute)
     assert refused(made).reasons["pair_breaker_open"] >= 1
@@ -238,7 +272,7 @@ def test_the_last_worker_is_used_even_when_its_breaker_is_open() -> None:
 def test_a_gone_worker_takes_its_circuits_along() -> None:
     made = router(worker_view("p1"), decode_view("d1"), breaker_failures=1)
     made.breakers.failed(worker_view("p1").incarnation, NOW)
-    made.breakers.failed((worker_view("p1").incarnation, worker_view("d1").incarnation), NOW)
+    made.breakers.failed(pair_key("p1", "d1", "grpc"), NOW)
     made.update([decode_view("d1")])
     assert not made.breakers
 

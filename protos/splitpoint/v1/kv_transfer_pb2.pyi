@@ -229,12 +229,14 @@ class FetchResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("incarnation", "expected_incarnation")
+    __slots__ = ("incarnation", "expected_incarnation", "rank")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     expected_incarnation: str
-    def __init__(self, incarnation: _Optional[str] = ..., expected_incarnation: _Optional[str] = ...) -> None: ...
+    rank: int
+    def __init__(self, incarnation: _Optional[str] = ..., expected_incarnation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ()
