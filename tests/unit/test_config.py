@@ -112,6 +112,13 @@ def test_a_pool_overrides_single_engine_fields() -> None:
     assert (decode.max_num_batched_tokens, decode.max_num_seqs) == (256, 7)
 
 
+def test_pools_may_differ_in_tensor_parallelism() -> None:
+    settings = load(
+        sets=["pools.prefill.engine.tensor_parallel_size=2", "pools.decode.engine.tensor_parallel_size=4"], environment={}
+    )
+    assert [settings.engine_of(pool).world_size for pool in ("prefill", "decode")] == [2, 4]
+
+
 @pytest.mark.parametrize("text", ["true", "3", '"3"', "[1]", "plain words", "1.5.2"])
 def test_text_is_read_as_toml_or_taken_as_it_is(text: str) -> None:
     expected = {"true": True, "3": 3, '"3"': "3", "[1]": [1]}.get(text, text)
