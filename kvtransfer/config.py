@@ -44,6 +44,10 @@ class KvTransferSettings(BaseModel):
     advertise_host: str = Field("127.0.0.1", description="The address peers dial; checked by dialling it at start.")
     handshake_timeout_s: float = Field(5.0, gt=0)
     progress_timeout_s: float = Field(10.0, gt=0, description="No byte for this long after the sender had data: the pull fails.")
+    peer_heartbeat_s: float = Field(2.0, gt=0, description="Between ranks with a transfer under way.")
+    peer_missed_heartbeats: PositiveInt = Field(
+        3, description="Missed in a row before the transfers with that peer end; their slots stay until nothing can touch them."
+    )
     lease_grace_s: float = Field(5.0, gt=0, description="Kept beyond the request's deadline, for a release that is on its way.")
     grpc_message_bytes: PositiveInt = Field(1 * MIB, description="Payload per gRPC message; 0.5 to 4 MiB measured best.")
     chunk_bytes: PositiveInt = Field(

@@ -64,6 +64,11 @@ class FailureDetector(Generic[K]):
             self._watched[key].suspected = True
         return fresh
 
+    def pardon(self, gap_s: float) -> None:
+        """The watcher itself did not run for so long: nobody's silence in that time counts."""
+        for watched in self._watched.values():
+            watched.heard_s += gap_s
+
     def silent_s(self, key: K, now_s: float) -> float:
         """How long it has not been heard; 0 for a key that is not watched."""
         watched = self._watched.get(key)

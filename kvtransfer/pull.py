@@ -235,7 +235,8 @@ class Puller:
         try:
             channel = source.channel = transport.open_receive(source.endpoint, fetch)
             source.call = source.stub.Fetch(fetch, timeout=fetch.remaining_s)
-            progress = await self._receive(session, source, channel, copies)
+            async with rt.watch.pulling(source.stub, source.endpoint):
+                progress = await self._receive(session, source, channel, copies)
             source.outcome = "delivered"
             return progress
         except grpc.aio.AioRpcError as exc:
@@ -281,6 +282,7 @@ class Puller:
             if message is grpc.aio.EOF:
                 raise TransportError("closed", "the stream ended before the last chunk")
             progress.first_at = progress.first_at or rt.now()
+            rt.watch.heard_sender(source.endpoint)
             header = await channel.accept(message, target, limit_s)
             progress.last_at = rt.now()
             if header is None:

@@ -72,7 +72,12 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             request_deserializer=pb.CompleteRequest.FromString,
             response_serializer=pb.CompleteResponse.SerializeToString,
         )
-        methods = {"Fetch": fetch, "Handshake": handshake, "Complete": complete}
+        heartbeat = grpc.unary_unary_rpc_method_handler(
+            self.Heartbeat,
+            request_deserializer=pb.HeartbeatRequest.FromString,
+            response_serializer=pb.HeartbeatResponse.SerializeToString,
+        )
+        methods = {"Fetch": fetch, "Handshake": handshake, "Complete": complete, "Heartbeat": heartbeat}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:  # noqa: N802
@@ -121,7 +126,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             self._read_by_peer[transfer_id, request.receiver_rank] = lease, channel
         outgoing = self._outgoing(request, lease, cut, channel, deadline)
         key = transfer_id, request.receiver_rank
-        sending = rt.fetches[key] = asyncio.create_task(self._send(outgoing, context))
+        sending = rt.fetches[key] = asyncio.create_task(self._watched(request, outgoing, context))
         failure: SplitpointError | None = None
         why = "the peer left"
         try:
@@ -145,6 +150,18 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             rt.tasks.spawn(f"drain {transfer_id.hex()}", self._drain(outgoing))
         if failure is not None:
             await abort(context, failure)
+
+    async def _watched(self, request: pb.FetchRequest, outgoing: _Outgoing, context: Any) -> None:
+        """Send while the receiver gives signs of life; its silence ends the lease, and with it this stream."""
+        with self._rt.watch.fetching(request.grant.transfer_id, (request.receiver_incarnation, request.receiver_rank)):
+            await self._send(outgoing, context)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
+        if request.expected_incarnation != self._rt.incarnation:
+            text = f"incarnation {self._rt.incarnation!r}, not {request.expected_incarnation!r}"
+            await abort(context, self._rt.refused("incarnation", text, Code.INCOMPATIBLE_PEER))
+        self._rt.watch.heard_receiver((request.incarnation, request.rank))
+        return pb.HeartbeatResponse()
 
     async def Complete(self, request: pb.CompleteRequest, context: Any) -> pb.CompleteResponse:  # noqa: N802
         rt = self._rt

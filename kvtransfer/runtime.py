@@ -24,6 +24,7 @@ from kvtransfer.lease import Action, Lease, LeaseTable
 from kvtransfer.machine import Refusal
 from kvtransfer.memory import use_device_of
 from kvtransfer.metrics import KvMetrics
+from kvtransfer.peer_watch import PeerWatch
 from kvtransfer.peers import Peers
 from kvtransfer.sessions import SessionTable
 from kvtransfer.sources import PlanCache
@@ -92,6 +93,15 @@ class NodeRuntime:
         self.metrics.watch(self.status)
         self.tasks = Tasks(self._background_failed)
         self.peers = Peers(self.compatibility, self.fingerprint, self.settings.handshake_timeout_s, self.settings.tls)
+        self.watch = PeerWatch(
+            self.incarnation,
+            self.rank,
+            interval_s=self.settings.peer_heartbeat_s,
+            misses=self.settings.peer_missed_heartbeats,
+            now=self.now,
+            end_fetch=self.end_lease,
+            on_event=self.metrics.event,
+        )
         on_device = functools.partial(use_device_of, self.receive_memory)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix=f"kv-checksum-{self.rank}", initializer=on_device)
         # Threads that sleep until a GPU has done a copy; they start with the first one.
@@ -178,6 +188,7 @@ class NodeRuntime:
         """End what has outlived its deadline, for as long as the node runs."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            self.watch.check()
             with self.lock:
                 leases = self.leases.expire(self.now())
                 sessions = self.sessions.expire(self.now())
@@ -190,6 +201,12 @@ class NodeRuntime:
                 logger.warning("transfer %s: staged KV expired; %s", session.transfer_id.hex(), session.machine.story())
                 self.cancel_pull(session.transfer_id)
             self.follow(b"", ())
+
+    def end_lease(self, transfer_id: bytes, reason: str) -> None:
+        """Release the sending side of a transfer, and with it every stream that fetches it."""
+        with self.lock:
+            _, actions = self.leases.release(transfer_id, reason, self.now())
+        self.follow(transfer_id, actions)
 
     def cancel_pull(self, transfer_id: bytes) -> None:
         """End the task that pulls this transfer, if one does."""

@@ -126,8 +126,9 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def hosts(agent: Callable[[], Commands], *names: str) -> AsyncIterator[list[Host]]:
+async def hosts(agent: Callable[[], Commands], *names: str, apart: bool = True) -> AsyncIterator[list[Host]]:
     """One host per name, each with loopback alone until somebody lays a link. Killed at the end, and their network with them.
+    `apart` False: processes of this very host, in its network.
 
     `agent` is a module-level function that gives the host's commands; they run as tasks of one event loop.
     """
@@ -136,7 +137,7 @@ async def hosts(agent: Callable[[], Commands], *names: str) -> AsyncIterator[lis
         pipes = []
         for name in names:
             ours, theirs = _processes.Pipe()
-            process = _processes.Process(target=_main, args=(theirs, name, agent), daemon=True)
+            process = _processes.Process(target=_main, args=(theirs, name, agent, apart), daemon=True)
             process.start()
             theirs.close()
             pipes.append((name, process, ours))
@@ -150,8 +151,9 @@ async def hosts(agent: Callable[[], Commands], *names: str) -> AsyncIterator[lis
             await host.kill()
 
 
-def _main(pipe: Connection, name: str, agent: Callable[[], Commands]) -> None:
-    _leave_home(name)
+def _main(pipe: Connection, name: str, agent: Callable[[], Commands], apart: bool) -> None:
+    if apart:
+        _leave_home(name)
     asyncio.run(_serve(pipe, agent()))
 
 
