@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -160,8 +159,8 @@ async def find_sources(rt: NodeRuntime, request: pb.PullRequest, stack: AsyncExi
             stub, endpoint, theirs = await stack.enter_async_context(rt.peers.agreed(counterpart))
             if theirs is None:
                 return _whole(rt, request, stub, endpoint)
-        contexts = [stack.enter_async_context(rt.peers.agreed(sender)) for sender in senders]
-        agreed = await asyncio.gather(*contexts)
+        # One after the other: it happens once for each pair of processes.
+        agreed = [await stack.enter_async_context(rt.peers.agreed(sender)) for sender in senders]
         known = [(endpoint, theirs or rt.compatibility) for _, endpoint, theirs in agreed]
         peering = rt.maps.get(rt.compatibility, rt.rank, known, request.receivers)
         return _shares(rt, request, agreed, peering)

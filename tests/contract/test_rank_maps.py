@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from kvtransfer.control import RankControl
-from protos.errors import Code
+from kvtransfer.transports.faulty import Fault, FaultyTransport, at_message, seeded
+from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
 from tests.support.kv_nodes import TOKEN, error_of, fresh, until
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[Shape, Shape]] = {
     ),
 }
 PROMPTS = (1, 4, 37)
+SEEDS = 6
 
 
 async def whole(pair: ShapePair, transfer: ShapeTransfer) -> list[pb.PullResponse]:
@@ -155,6 +157,31 @@ async def test_one_receiver_that_fails_ends_the_lease_for_all() -> None:
 def _as_rank_0(endpoint: pb.RankEndpoint) -> pb.RankEndpoint:
     endpoint.rank = 0
     return endpoint
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "inproc"])
+@pytest.mark.parametrize("name", ["tp 1 to 2, tokens outside", "tp 2 to 1, packed heads"])
+async def test_random_faults_end_in_right_bytes_on_every_rank_or_in_an_error_on_all(name: str, scheme: str) -> None:
+    p, d = CASES[name]
+    rates = dict.fromkeys(Fault, 0.004)
+    schedules = [seeded(0, {}), at_message(0, Fault.FLIP), *(seeded(seed, rates) for seed in range(SEEDS))]
+    passed = []
+    for prompt, faults in enumerate(schedules):
+        made = lambda faults=faults: [FaultyTransport(fresh(scheme), faults, delay_s=0.002)]  # noqa: E731
+        async with ShapePair(p, d, transports=made, progress_timeout_s=0.3, chunk_bytes=128) as pair:
+            transfer = pair.transfer(37, scheme, prompt)
+            await transfer.reserve()
+            transfer.gather_all()
+            try:
+                await transfer.pull(remaining_s=2.0)
+                transfer.assert_scattered()
+                passed.append(prompt)
+            except SplitpointError:
+                assert all(node.receive_view(transfer.id) is None for node in pair.receivers)
+                await pair.send_control.release(transfer.id, "test")
+            await pair.settled()
+    assert 0 in passed, "without a fault it passes"
+    assert 1 not in passed, "with a flipped bit it does not"
 
 
 async def test_a_share_that_the_sender_does_not_hold_is_refused() -> None:
