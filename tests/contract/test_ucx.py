@@ -26,6 +26,7 @@ from kvtransfer.transports.base import TransportError
 # Not `importorskip("ucxx")`: the transport sets UCX's environment before it imports ucxx.
 pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
 from kvtransfer.transports.ucx import UcxTransport, WorkerAddress
+from kvtransfer.transports.ucx_core import CHUNK_BITS
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(60)]
@@ -337,7 +338,18 @@ async def test_twenty_restarts_of_the_peer(rig: Rig) -> None:
 async def test_stop_with_an_open_channel_returns() -> None:
     transport = UcxTransport(host_id="host-here", spin_s=2.0)
     await transport.start()
-    await asyncio.wait_for(transport.stop(), 5)
+    sender = pb.RankEndpoint(host_id="host-here", incarnation="other", ucx_worker_address=transport.worker_address())
+    request = pb.FetchRequest(receiver_host_id="host-here")
+    channel = transport.open_receive(sender, request)
+    tag = WorkerAddress.decode(request.ucx_worker_address).channel << CHUNK_BITS | 1
+    message = pb.FetchResponse(header=pb.ChunkHeader(bytes=16, tag=tag))
+    accepting = asyncio.create_task(channel.accept(message, lambda _: np.zeros(16, np.uint8), 30))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(transport.stop(), 10)
+    with pytest.raises(TransportError) as raised:
+        await asyncio.wait_for(accepting, 10)
+    assert raised.value.reason in {"closed", "peer_lost"}
+    assert await channel.drained(5)
     await asyncio.wait_for(transport.stop(), 5)
 
 

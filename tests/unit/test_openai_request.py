@@ -50,6 +50,8 @@ def test_true_is_not_one() -> None:
 
 def test_unknown_fields_are_ignored() -> None:
     refuse_known({"brand_new_field": {"a": 1}})
+    with_it, without = chat(brand_new_field={"a": 1}, max_tokens=3), chat(max_tokens=3)
+    assert (with_it.sampling, with_it.prompts) == (without.sampling, without.prompts)
 
 
 @pytest.mark.parametrize(
