@@ -128,6 +128,30 @@ async def test_decode_is_empty_without_a_word_from_a_silent_prefill(how: str) ->
         await pair.empty()
 
 
+async def test_a_prefill_that_answers_nobody_costs_no_other_stream_a_token() -> None:
+    """Decode's node waits for a handshake that nobody answers; its engine and its other requests know nothing of it."""
+    async with pair_of(wire=True, **PATIENT) as pair:
+        long = replace(GREEDY, max_tokens=40)
+        prompts = [[n + 3] * 20 for n in range(6)]
+        expected = [await pair.colocated(prompt, long) for prompt in prompts]
+        silent, spoken = node_of(pair.p), threading.Event()
+        silent._rt.loop.call_soon_threadsafe(spoken.wait, 60.0)
+        try:
+            grant = new_grant()
+            await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+            seal = kv_transfer_pb2.Seal(transfer_id=grant.transfer_id, prompt_tokens=len(PROMPT))
+            waiting = await pair.to_d.send(decode=decode_leg(PROMPT, [7], GREEDY, seal, allow_recompute=False))
+            await until(lambda: _pulls(pair.d, 1))
+            assert await asyncio.gather(*(pair.colocated(prompt, long) for prompt in prompts)) == expected
+            await pair.to_d.abort(waiting)
+            assert failure(await pair.to_d.event(waiting)).code in (Code.CANCELLED, Code.TRANSFER_FAILED)
+            await pair.to_d.release(grant.transfer_id)
+            await pair.d_empty()
+        finally:
+            spoken.set()
+        await pair.empty()
+
+
 async def test_staged_kv_whose_time_is_over_is_declined_and_counted() -> None:
     async with pair_of(wire=True) as pair:
         grant = new_grant()

@@ -253,6 +253,27 @@ async def test_many_peers_at_once_reach_a_sender_whose_loop_stands_still(scheme:
                 await asyncio.to_thread(node.stop)
 
 
+async def test_a_peer_that_stops_before_the_handshake_costs_its_time_out() -> None:
+    async with NodePair(settings=patient(handshake_timeout_s=0.5)) as pair:
+        transfer = pair.transfer(64)
+        await transfer.reserve()
+        assert transfer.gather()
+        go_on = threading.Event()
+        pair.senders[0]._rt.loop.call_soon_threadsafe(go_on.wait, 30.0)
+        try:
+            error = await error_of(transfer.pull(remaining_s=30.0))
+            assert error.status.retryable or error.code is Code.DEADLINE_EXCEEDED
+            await until(lambda: pair.receivers[0].status().sessions == 0, 20.0)
+            assert pair.receivers[0].status().receive.used_bytes == 0
+        finally:
+            go_on.set()
+        await pair.send_control.release(transfer.id, "test")
+        # It goes on, and the same two nodes meet.
+        pair.receivers[0]._rt.peers._timeout_s = 20.0
+        await complete(pair.transfer(64))
+        await pair.settled(15.0)
+
+
 # What cannot start, says so ---------------------------------------------------------------------------------------------
 
 

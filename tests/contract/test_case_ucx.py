@@ -21,11 +21,9 @@ PATIENCE_S = 20.0
 RECEIVES = 8
 
 
-@pytest.fixture(params=["same", "across"])
-async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    if request.param == "across":
-        monkeypatch.setenv("UCX_TLS", "tcp")
-    made = Rig(request.param)
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig("same")
     await made.transport.start()
     yield made
     for remote in made.remotes:
