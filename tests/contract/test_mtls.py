@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -31,6 +34,7 @@ from tests.support.kv_nodes import NodePair, complete, error_of, make_node, smal
 from tests.support.workers import SimWorker, colocated_leg, running, start_worker
 
 pytestmark = pytest.mark.timeout(90)
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide-operators.md"
 
 
 @pytest.fixture
@@ -157,6 +161,19 @@ async def test_files_that_are_no_certificates_are_named(ours: Authority, tmp_pat
     other_key = good.model_copy(update={"key_file": ours.tls().key_file})
     with pytest.raises(ValueError, match="key_file"):
         await asyncio.to_thread(make_node(small_settings(tls=other_key)).start)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+async def test_the_guides_certificates_serve(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```sh\n(openssl req -x509.*?)```", GUIDE.read_text(), re.DOTALL)
+    made = await asyncio.to_thread(
+        subprocess.run, ["sh", "-e", "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    files = {"cert_file": tmp_path / "node.pem", "key_file": tmp_path / "node.key", "ca_file": tmp_path / "ca.pem"}
+    tls = TlsSettings(**files, peer_name="node.splitpoint.internal")
+    async with NodePair(settings=small_settings(tls=tls)) as pair:
+        await complete(pair.transfer(40))
 
 
 # ---- gateway to worker

@@ -30,6 +30,7 @@ FOREIGN = {
     "git",
     "grpcurl",
     "kubectl",
+    "openssl",
     "pip",
     "python",
     "python3",

@@ -1,0 +1,50 @@
+"""The operators' guide names the metrics that a rank has, and its configuration can be loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import load
+from kvtransfer.metrics import KvMetrics
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "guide-operators.md").read_text()
+
+
+def test_every_metric_of_a_rank_is_explained_with_its_labels() -> None:
+    metrics = KvMetrics()
+    metrics.started("ucx")
+    metrics.delivered("ucx", 1, 1.0)
+    metrics.failed("ucx", "timeout")
+    metrics.expired("send")
+    metrics.late("complete")
+    metrics.staging_waited("send", "granted", 1.0)
+    metrics.event("x")
+    metrics.watch(lambda: pb.GetNodeStatusResponse(lease_states={"sealed": 1}, session_states={"taken": 1}))
+    have = {
+        family.name: frozenset(label for sample in family.samples for label in sample.labels) - {"le"}
+        for family in metrics.registry.collect()
+    }
+    shown: dict[str, frozenset[str]] = {}
+    for names, labels in re.findall(r"^\| (`splitpoint_kv_[^|]*) \| ([^|]*) ?\|", GUIDE, re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", names):
+            shown[name] = frozenset(re.findall(r"\w+", labels))
+    assert shown == have
+
+
+def test_the_configuration_of_tls_loads(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(\[security\].*?)```", GUIDE, re.DOTALL)
+    file = tmp_path / "splitpoint.toml"
+    file.write_text(block)
+    settings = load(file, environment={})
+    assert settings.security is not None
+    assert settings.security.peer_name == "node.splitpoint.internal"
+    assert settings.kvtransfer.transports == ("grpc",)
+
+
+@pytest.mark.parametrize("word", ["allow_unencrypted_kv", "worker.metrics_port", "vllm:splitpoint_scheduler_events_total"])
+def test_what_it_speaks_of_is_named(word: str) -> None:
+    assert word in GUIDE
