@@ -41,9 +41,6 @@ GIB = 1024**3
 CPU_KV_CACHE_BYTES = 1 * GIB
 """On a CPU vLLM's own measure would take nearly all of the host's memory, so the default is a size."""
 
-NO_BINDING = "nobind"
-"""vLLM's word for leaving threads where the operating system puts them."""
-
 _environment_lock = threading.Lock()
 
 
@@ -263,11 +260,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
     if settings.block_tokens is not None:
         arguments["block_size"] = settings.block_tokens
-    if current_platform.is_cpu() and settings.world_size == 1 and _threads_are_ours():
-        # As on a GPU, one rank computes inside the engine core. vLLM wants a process of its own for a CPU rank because it
-        # binds threads through that process's environment; ours is set before the core is spawned. One process less to
-        # start and to kill, no core that polls shared memory while its rank computes. A class, since vLLM turns the name
-        # "uni" back into "mp" on a CPU.
+    if current_platform.is_cpu() and settings.world_size == settings.omp_threads == 1:
+        # As on a GPU, one rank computes inside the engine core: one process less to start and to kill, and no core that polls
+        # shared memory while its rank computes. vLLM gives a CPU rank its own process only to bind OpenMP's threads to cores,
+        # which matters with more than one. A class, since vLLM turns the name "uni" back into "mp" on a CPU.
         arguments["distributed_executor_backend"] = UniProcExecutor
     kv_cache_bytes = settings.kv_cache_bytes
     if current_platform.is_cpu():
@@ -281,17 +277,13 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     return arguments | settings.extra_arguments
 
 
-def _threads_are_ours() -> bool:
-    return os.environ.get("VLLM_CPU_OMP_THREADS_BIND", NO_BINDING) == NO_BINDING
-
-
 def child_environment(settings: EngineSettings) -> dict[str, str]:
     """Variables of the engine's processes, beside what this process has."""
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
     if current_platform.is_cpu():
         wanted["OMP_NUM_THREADS"] = str(settings.omp_threads)
         # vLLM would bind every engine of this host to the same first cores.
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", NO_BINDING)
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if settings.extra_arguments.get("enforce_eager", True):
             # vLLM compiles a few helpers even in eager mode.
             wanted["TORCHDYNAMO_DISABLE"] = "1"
