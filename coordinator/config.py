@@ -72,7 +72,9 @@ class CoordinatorSettings(BaseModel):
     start_timeout_s: float = Field(600.0, gt=0, description="`serve` gives up when not every pool is ready by then.")
     worker_cpus: float = Field(0.1, gt=0, description="Ray CPUs of one rank's bundle on machines without accelerators.")
     worker_gpus: float | None = Field(None, ge=0, description="Ray GPUs of one rank's bundle. None: 1 if the cluster has any.")
-    pin_cpus: bool = Field(True, description="CPU engines: give each worker of a node its own cores, as far as there are.")
+    pin_cpus: bool = Field(
+        True, description="CPU engines with several threads: give each worker of a node its own cores, as far as there are."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> CoordinatorSettings:
