@@ -21,8 +21,9 @@ ADMIN_TIMEOUT_S = 5.0
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def compare(
+    context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="The short form: at most 90 s; shows much, decides nothing.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record here.")] = None,
     target: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a gateway; else its admin is asked.")] = "",
@@ -33,6 +34,8 @@ def compare(
     api_key: Annotated[str, typer.Option(envvar="SPLITPOINT_API_KEY", help="Bearer key, where the gateway asks for one.")] = "",
 ) -> None:
     """Send one workload through both paths of a running system, and judge which pays."""
+    if context.invoked_subcommand is not None:
+        return
     from coordinator.compare.report import show
     from coordinator.compare.run import ComparisonError
     from coordinator.compare.run import quick as run
@@ -71,6 +74,31 @@ def compare(
     show(record, console)
     if json_path is not None:
         console.print(f"record: {json_path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def proof(
+    experiments: Annotated[int, typer.Option(min=20, help="Of each cell.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same table.")] = 1,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record here.")] = None,
+) -> None:
+    """Prove the instrument on a system whose goodput is known: coverage, errors, power, planted faults. Needs no system.
+
+    Exit status 1 when what it must hold does not.
+    """
+    from coordinator.compare.proof.record import criteria, prove
+    from coordinator.compare.proof.table import show as show_proof
+    from coordinator.compare.record import write_text
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        found = prove(experiments, seed, lambda text, share: progress.update(task, description=text, completed=share))
+    show_proof(found, Console())
+    if json_path is not None:
+        write_text(json.dumps(found.as_dict(), indent=1) + "\n", json_path)
+    if not all(held for _, held in criteria(found)):
+        raise typer.Exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:

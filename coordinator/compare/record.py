@@ -61,12 +61,17 @@ def utc_now() -> str:
 
 
 def write(record: Record, path: Path) -> None:
+    """As `write_text`."""
+    write_text(record.to_json(), path)
+
+
+def write_text(text: str, path: Path) -> None:
     """Write it whole or not at all: a reader never sees half a record. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(record.to_json())
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.compare.faults import LATE_CLIENT, inspect
 from coordinator.compare.load import (
     PATHS,
     Client,
@@ -117,6 +118,9 @@ async def compare_paths(client: Client, *, target: str, model: str, budget_s: fl
     knees, differences, floor = goodputs(plan, probes, slo)
     notes += knee_notes(knees) + to_settle(knees, probes)
     sent = [workloads(seed, plan.requests) for seed in plan.seeds]
+    # Void probes have their notes already, and their own reason for deciding nothing.
+    faults = [fault for fault in inspect(probes, sent) if fault.kind != LATE_CLIENT]
+    notes += [fault.text for fault in faults]
     return Record(
         kind="quick",
         target=target,
@@ -133,7 +137,7 @@ async def compare_paths(client: Client, *, target: str, model: str, budget_s: fl
         loaded=[arm(path, probes, slo) for path in PATHS],
         knees=knees,
         probes=probes,
-        judgement=judge(differences, floor, MARGIN),
+        judgement=judge(differences, floor, MARGIN, faults=[fault.text for fault in faults if fault.unfit]),
         notes=notes,
     )
 

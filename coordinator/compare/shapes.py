@@ -108,7 +108,7 @@ def materialise(shapes: Shapes) -> Workload:
         first_token=shapes.first_token,
         end_token=shapes.end_token,
     )
-    return Workload(spec, tuple(requests), shapes.digest)
+    return Workload(spec, tuple(requests), shapes.digest, hit_share(shapes.requests))
 
 
 def cut(request: RequestShape, input_tokens: int) -> RequestShape:

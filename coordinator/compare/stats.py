@@ -158,7 +158,7 @@ def knee(rates_per_s: Sequence[float], attainments: Sequence[float], level: floa
     Attainment can only fall with the rate, so the points are first made monotone (least squares, equal rates averaged). Between
     two rates the crossing is read off a straight line in the normal quantile of the attainment over the logarithm of the rate:
     the curve is bent there, and a line through the attainments themselves is off by more the farther apart the rates are, which
-    does not cancel between arms of different slope. `requests` is behind each point; none is taken to be surer than half a request.
+    does not cancel between arms of different slope. `requests` is behind each point, which is no surer than half a request.
 
     Raises:
         ValueError: no points, lengths differ, or a rate that is not positive.

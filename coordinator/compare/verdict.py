@@ -81,9 +81,12 @@ def judge(
     floor: Sequence[float],
     margin: float = MARGIN,
     looks: Sequence[int] = (),
+    faults: Sequence[str] = (),
     bootstrap: bool = True,
 ) -> Judgement:
     """Judge `differences`, log(split / colocated) of goodput per seed, against `floor`, log(baseline / itself) per seed.
+
+    `faults` of method that were found leave nothing to judge; the first is the reason.
 
     With `looks`, the numbers of seeds at which it was planned beforehand to judge, only these decide, each with the interval that
     its share of the error allows. Without, this is the only look.
@@ -98,7 +101,10 @@ def judge(
     confidence = planned.get(seeds, CONFIDENCE)
     interval, floor_interval = t_interval(differences, confidence), t_interval(floor)
     verdict, reason = _decide(seeds, interval, floor_interval, bound)
-    unfit = floor_interval is not None and len(floor) >= MIN_SEEDS and bool(_unfit(floor_interval, bound))
+    if faults:
+        verdict, reason = Verdict.UNDECIDED, f"rig unfit: {faults[0]}"
+    spread = floor_interval is not None and len(floor) >= MIN_SEEDS and bool(_unfit(floor_interval, bound))
+    unfit = spread or bool(faults)
     if planned and seeds not in planned and not unfit:
         verdict, reason = Verdict.UNDECIDED, _between(seeds, planned)
     needed = None
@@ -126,13 +132,13 @@ def judge(
 
 
 def judge_family(
-    experiments: Mapping[str, tuple[Sequence[float], Sequence[float]]], margin: float = MARGIN
+    experiments: Mapping[str, tuple[Sequence[float], Sequence[float]]], margin: float = MARGIN, bootstrap: bool = True
 ) -> dict[str, Judgement]:
     """One judgement per workload, (differences, floor) each, with at most a 5 % chance that any of them claims what is false.
 
     Holm's correction: a claim that its adjusted p-value does not carry becomes undecided. Raises `ValueError` as `judge`.
     """
-    alone = {name: judge(differences, floor, margin) for name, (differences, floor) in experiments.items()}
+    alone = {name: judge(differences, floor, margin, bootstrap=bootstrap) for name, (differences, floor) in experiments.items()}
     tested = {name: found.p for name, found in alone.items() if found.p is not None}
     adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
     judged = {}

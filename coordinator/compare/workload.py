@@ -56,11 +56,15 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`source_digest` names the specification's sequence that it was made from, "" where there is none."""
+    """`source_digest` names the specification's sequence that it was made from, "" where there is none.
+
+    `shared` is the share of prompt tokens that an ideal prefix cache finds within one sending.
+    """
 
     spec: WorkloadSpec
     requests: tuple[PlannedRequest, ...]
     source_digest: str = ""
+    shared: float = 0.0
 
     @property
     def digest(self) -> str:
@@ -77,7 +81,7 @@ class Workload:
     def salted(self, salt: str) -> Workload:
         """The same lengths and gaps with prompts that begin anew; the same salt gives the same prompts."""
         salted = tuple(self._salt(i, request, salt) for i, request in enumerate(self.requests))
-        return Workload(self.spec, salted, self.source_digest)
+        return dataclasses.replace(self, requests=salted)
 
     def _salt(self, index: int, request: PlannedRequest, salt: str) -> PlannedRequest:
         digest = hashlib.sha256(f"{self.spec.seed}/{request.group or index}/{salt}".encode()).digest()
