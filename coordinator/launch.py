@@ -287,6 +287,8 @@ def _announce(status: admin_pb2.GetStatusResponse, console: Console, ready_file:
         console.print(f"  OpenAI HTTP  http://{g['http']}/v1")
         console.print(f"  gRPC         {g['grpc']}")
         console.print(f"  admin        {g['admin']}   (splitpoint status --admin {g['admin']})")
+    for transports in sorted({", ".join(w.transports) for w in status.workers if w.transports}):
+        console.print(f"  KV travels by {transports}")
     console.print("Ctrl-C drains and ends everything")
     if ready_file is not None:
         partial = ready_file.with_suffix(".partial")

@@ -95,6 +95,8 @@ def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus
         heartbeat_age_s=view.heartbeat_age_s,
         pid=view.pid,
         detail=view.detail,
+        transports=view.transports,
+        metrics_address=beat.metrics_address if beat is not None else "",
         resources=_resources(beat.resources, beat.processes) if beat is not None and beat.resources is not None else None,
     )
 

@@ -72,6 +72,8 @@ class Beat:
     uptime_s: float
     resources: Resources | None = None
     """None until the engine serves."""
+    metrics_address: str = ""
+    """Where Prometheus finds the worker; empty when it has no such endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,6 +196,7 @@ class WorkerProcess:
             refusing=self.server.draining,
             uptime_s=now_s - self._born_s,
             resources=resources,
+            metrics_address=self.server.metrics_address,
         )
 
     async def _state(self, state: WorkerState) -> tuple[WorkerView, Resources | None]:
