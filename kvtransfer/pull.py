@@ -364,6 +364,10 @@ class Puller:
                     self._rt.metrics.late("chunk")
         except TimeoutError:
             self._rt.metrics.event("stream_not_ended")
+        except grpc.aio.AioRpcError as exc:
+            # Everything has come; the word of it may still arrive.
+            self._rt.metrics.event("stream_broken_after_its_end")
+            logger.info("a stream broke after its last chunk: %s", exc.code())
         finally:
             call.cancel()
 
