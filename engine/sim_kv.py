@@ -1,7 +1,8 @@
 """The simulated engine's side of KV transfer: one real transfer node per rank, with bytes that prove themselves.
 
-The model keeps no KV memory. What a block holds is a function of its token prefix (`sim_tokens.kv_block`); it is written
-into send staging in the step that computes it, and compared in receive staging before the request counts it as computed.
+The model keeps no KV memory. What a head of a layer holds of a block is a function of the block's token prefix
+(`sim_tokens.kv_block`); it is written into send staging in the step that computes it, and compared in receive staging before the
+request counts it as computed. Ranks share the heads and layers as vLLM's do, so engines of different shape exchange KV.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.config import EngineSettings, KvEngineConfig
 from engine.protocol import EngineDeadError
 from engine.sim_tokens import kv_block
+from kvtransfer.connector.place import first_kv_head
 from kvtransfer.layout import PROTOCOL_VERSION
 from protos.ids import TransferId
 from protos.splitpoint.v1 import kv_transfer_pb2
@@ -61,9 +64,22 @@ class SendProgress:
     refused: bool = False
 
 
-def compatibility(settings: EngineSettings, kv: KvEngineConfig, block_tokens: int) -> kv_transfer_pb2.KvCompatibility:
-    """What two simulated engines must share for their bytes to mean the same."""
+HEADS = 4
+"""KV heads of the simulated model; 1 where `block_bytes`, which all heads of a layer share, is no multiple of it."""
+
+
+def heads_of(settings: EngineSettings) -> int:
+    """KV heads of the model."""
+    return HEADS if settings.simulated.block_bytes % HEADS == 0 else 1
+
+
+def compatibility(
+    settings: EngineSettings, kv: KvEngineConfig, block_tokens: int, rank: int = 0
+) -> kv_transfer_pb2.KvCompatibility:
+    """What a rank says of its KV. One layer to a pipeline stage."""
     simulated = settings.simulated
+    heads, tp = heads_of(settings), settings.tensor_parallel_size
+    own_heads = max(1, heads // tp)
     identity = f"{settings.served_model_name}/{settings.seed}/{simulated.vocab_size}"
     return kv_transfer_pb2.KvCompatibility(
         protocol_version=PROTOCOL_VERSION,
@@ -74,16 +90,22 @@ def compatibility(settings: EngineSettings, kv: KvEngineConfig, block_tokens: in
         layout="simulated:prefix-digest",
         block_tokens=block_tokens,
         num_layers=1,
-        num_kv_heads=1,
+        num_kv_heads=own_heads,
         head_dim=1,
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         engine="simulated",
-        block_bytes_per_layer=simulated.block_bytes,
+        block_bytes_per_layer=simulated.block_bytes // heads * own_heads,
+        total_kv_heads=heads,
+        first_kv_head=first_kv_head(rank, tp, heads),
+        total_layers=settings.pipeline_parallel_size,
+        first_layer=rank // tp,
+        axes="head",
+        packing="simulated:prefix-digest",
     )
 
 
-def kv_node_factory(kv: KvEngineConfig, block_bytes: int) -> NodeFactory:
+def kv_node_factory(kv: KvEngineConfig) -> NodeFactory:
     """The real thing: `kvtransfer.node.KvNode` over host memory."""
 
     def make(rank: int, compat: kv_transfer_pb2.KvCompatibility) -> RankNode:
@@ -94,11 +116,27 @@ def kv_node_factory(kv: KvEngineConfig, block_bytes: int) -> NodeFactory:
             rank=rank,
             incarnation=kv.incarnation,
             compatibility=compat,
-            block_bytes=block_bytes,
+            block_bytes=compat.block_bytes_per_layer,
             control_token=kv.control_token,
         )
 
     return make
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    node: RankNode
+    cells: tuple[int, ...]
+    """Its heads, counted through all layers."""
+    cell_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self.cells) * self.cell_bytes
+
+    def block(self, digest: bytes) -> npt.NDArray[np.uint8]:
+        """What a block of that prefix holds on this rank."""
+        return np.concatenate([kv_block(digest, cell, self.cell_bytes) for cell in self.cells])
 
 
 class SimKv:
@@ -107,9 +145,14 @@ class SimKv:
     def __init__(self, kv: KvEngineConfig, settings: EngineSettings, block_tokens: int, factory: NodeFactory) -> None:
         self._register_address = kv.register_address
         self._block_tokens = block_tokens
-        self._block_bytes = settings.simulated.block_bytes
-        compat = compatibility(settings, kv, block_tokens)
-        self._nodes = [factory(rank, compat) for rank in range(settings.world_size)]
+        heads = heads_of(settings)
+        self._ranks: list[_Rank] = []
+        for rank in range(settings.world_size):
+            compat = compatibility(settings, kv, block_tokens, rank)
+            first = compat.first_layer * heads + compat.first_kv_head
+            cells = tuple(range(first, first + compat.num_kv_heads))
+            self._ranks.append(_Rank(factory(rank, compat), cells, settings.simulated.block_bytes // heads))
+        self._nodes = [rank.node for rank in self._ranks]
         self._started: list[RankNode] = []
         self.events: Counter[str] = Counter()
 
@@ -132,15 +175,16 @@ class SimKv:
         first, count = progress.gathered_blocks, ready - progress.gathered_blocks
         if progress.refused or count <= 0:
             return
-        for rank, node in enumerate(self._nodes):
+        for number, rank in enumerate(self._ranks):
+            node = rank.node
             view = node.send_view(progress.transfer_id, first, count)
             if view is None:
                 # The reservation is gone (released, expired): the prompt is still computed, but nobody will fetch it.
                 progress.refused = True
                 self.events["gather_without_slot"] += 1
-                _log.warning("no send slot transfer_id=%s rank=%d first_block=%d", progress.transfer_id.hex(), rank, first)
+                _log.warning("no send slot transfer_id=%s rank=%d first_block=%d", progress.transfer_id.hex(), number, first)
                 return
-            blocks = [kv_block(progress.digests[i], rank, self._block_bytes) for i in range(first, ready)]
+            blocks = [rank.block(progress.digests[i]) for i in range(first, ready)]
             view[...] = np.concatenate(blocks).reshape(view.shape)
             node.commit_chunk(progress.transfer_id, first, count, last=last)
         progress.gathered_blocks = ready
@@ -155,14 +199,15 @@ class SimKv:
         Raises:
             KvCorruptionError: a block holds something else, names the rank and the block.
         """
-        for rank, node in enumerate(self._nodes):
+        for number, rank in enumerate(self._ranks):
+            node = rank.node
             view = node.receive_view(transfer_id)
             if view is None:
-                raise KvCorruptionError(f"transfer {transfer_id.hex()} vanished from rank {rank} between planning and loading")
-            rows = np.asarray(view).reshape(-1, self._block_bytes)
+                raise KvCorruptionError(f"transfer {transfer_id.hex()} vanished from rank {number} between planning and loading")
+            rows = np.asarray(view).reshape(-1, rank.block_bytes)
             for index, digest in enumerate(digests):
-                if index >= len(rows) or not np.array_equal(rows[index], kv_block(digest, rank, self._block_bytes)):
-                    raise KvCorruptionError(f"transfer {transfer_id.hex()}: rank {rank} block {index} holds other KV")
+                if index >= len(rows) or not np.array_equal(rows[index], rank.block(digest)):
+                    raise KvCorruptionError(f"transfer {transfer_id.hex()}: rank {number} block {index} holds other KV")
             node.scattered(transfer_id)
         self.events["blocks_loaded"] += len(digests) * len(self._nodes)
 

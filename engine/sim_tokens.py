@@ -55,10 +55,10 @@ class History:
         return self._hash.digest()
 
 
-def kv_block(prefix_digest: bytes, rank: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """The KV bytes of one block on one rank; `prefix_digest` names every token up to the last one in the block."""
-    seed = prefix_digest + rank.to_bytes(4, "little")
-    return np.frombuffer(hashlib.shake_128(seed).digest(block_bytes), dtype=np.uint8)
+def kv_block(prefix_digest: bytes, cell: int, cell_bytes: int) -> npt.NDArray[np.uint8]:
+    """The KV bytes of one block in one head of one layer; `prefix_digest` names every token up to the last one in the block."""
+    seed = prefix_digest + cell.to_bytes(4, "little")
+    return np.frombuffer(hashlib.shake_128(seed).digest(cell_bytes), dtype=np.uint8)
 
 
 def prompt_block_digests(history: History, prompt_tokens: int, block_tokens: int) -> list[bytes]:

@@ -94,7 +94,7 @@ class SimulatedEngine:
         )
         self._kv: SimKv | None = None
         if kv is not None:
-            factory = node_factory or kv_node_factory(kv, simulated.block_bytes)
+            factory = node_factory or kv_node_factory(kv)
             self._kv = SimKv(kv, settings, self._block_tokens, factory)
         self._requests: dict[str, _Running] = {}
         self._work = asyncio.Event()

@@ -86,6 +86,27 @@ async def test_several_ranks_move_together() -> None:
         await pair.empty()
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((8, 1), (4, 1)), ((2, 2), (1, 2))])
+async def test_workers_of_different_shape_hand_over(prefill: tuple[int, int], decode: tuple[int, int]) -> None:
+    """(tensor parallelism, pipeline stages): every rank of the simulated model proves each byte that it loads."""
+    p, d = (engine_settings(tensor_parallel_size=tp, pipeline_parallel_size=pp) for tp, pp in (prefill, decode))
+    async with pair_of(wire=True, engine=p, decode_engine=d) as pair:
+        assert (len(pair.p.ranks), len(pair.d.ranks)) == (prefill[0] * prefill[1], decode[0] * decode[1])
+        for prompt in (PROMPT, PROMPT[:1]):
+            assert await pair.split(prompt, GREEDY) == await pair.colocated(prompt, GREEDY)
+        await pair.empty()
+
+
+async def test_workers_of_other_models_refuse_by_name() -> None:
+    other = engine_settings(pipeline_parallel_size=2)
+    async with pair_of(wire=True, decode_engine=other) as pair:
+        grant = new_grant()
+        failed = failure(await pair.to_d.event(await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))))
+        assert failed.code == "incompatible_peer"
+        assert "total_layers: 1 here, 2 there" in failed.message
+        await pair.empty()
+
+
 async def test_times_are_said_and_exclusive() -> None:
     async with pair_of(wire=True) as pair:
         grant = new_grant()

@@ -12,6 +12,7 @@ import grpc
 
 from decode.intake import Intake
 from decode.service import DecodeService
+from engine.config import EngineSettings
 from engine.handover import decode_params, prefill_params
 from engine.sampling import SamplingParams
 from tests.support.fabric import Fabric
@@ -106,10 +107,11 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair_of(*, wire: bool = False, **options: Any) -> AsyncIterator[Pair]:
+async def pair_of(*, wire: bool = False, decode_engine: EngineSettings | None = None, **options: Any) -> AsyncIterator[Pair]:
+    """Two equal workers; with `decode_engine` the decode worker's engine is another."""
     fabric = None if wire else Fabric()
     p = await start_worker(fabric, "p", wire=wire, **options)
-    d = await start_worker(fabric, "d", wire=wire, **options)
+    d = await start_worker(fabric, "d", wire=wire, **{**options, **({"engine": decode_engine} if decode_engine else {})})
     try:
         yield Pair(fabric, p, d, await p.gateway(), await d.gateway())
     finally:

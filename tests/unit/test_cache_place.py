@@ -8,7 +8,12 @@ import torch
 
 from kvtransfer.connector.blocks import EngineBlocks
 from kvtransfer.connector.place import CachePlace, first_kv_head, layer_range, row_axes
+from kvtransfer.layout import holding
+from kvtransfer.plan import plan_share
+from kvtransfer.rank_map import map_ranks
+from kvtransfer.rearrange import clear_beyond, cut_blocks, fit_blocks
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from tests.support.shapes import Shape
 
 BLOCKS, HEADS, TOKENS, DIM = 5, 2, 8, 3
 
@@ -99,3 +104,27 @@ def test_a_place_is_said_field_by_field() -> None:
     place.fill(message)
     assert (message.total_kv_heads, message.first_kv_head, message.total_layers, message.first_layer) == (4, 2, 8, 4)
     assert (message.axes, message.kernel_block_tokens, message.packing) == ("head", 16, "p")
+
+
+@pytest.mark.parametrize(("block_tokens", "axes"), [(4, "token,head"), (16, "kv,token,head")])
+def test_shares_are_cut_and_fitted_on_tensors_as_on_arrays(block_tokens: int, axes: str) -> None:
+    """Staging on a device is torch memory: the same views, the same bytes."""
+    p, d = Shape(tp=1, axes=axes, block_tokens=block_tokens), Shape(tp=2, block_tokens=8)
+    senders = [holding(p.compatibility(0))]
+    receivers = [holding(d.compatibility(rank)) for rank in range(2)]
+    found = map_ranks([one for one in senders if one], [one for one in receivers if one])
+    for share in found.shares:
+        mine = d.compatibility(share.receiver_rank)
+        plan = plan_share(mine, p.compatibility(0), share, 2)
+        source = p.slot(0, 21).reshape(-1)
+        wire = np.zeros(plan.transfer(21).total_bytes, dtype=np.uint8)
+        rows = np.full(3 * d.block_bytes(share.receiver_rank), 7, dtype=np.uint8)
+        twin_wire, twin_rows = torch.from_numpy(wire.copy()), torch.from_numpy(rows.copy())
+        cut_blocks(plan.cut, source, wire)
+        cut_blocks(plan.cut, torch.from_numpy(source), twin_wire)
+        fit_blocks(plan.fit, wire, 0, rows)
+        fit_blocks(plan.fit, twin_wire, 0, twin_rows)
+        for memory in (rows, twin_rows):
+            clear_beyond(plan.fit, plan.transfer(21).num_blocks, memory)
+        assert np.array_equal(twin_wire.numpy(), wire)
+        assert np.array_equal(twin_rows.numpy(), rows)
