@@ -69,6 +69,11 @@ def _devices_for(bind_host: str) -> str:
     return "lo" if is_loopback(bind_host) and "UCX_NET_DEVICES" not in os.environ else ""
 
 
+ACROSS_CHUNK_BYTES = 4 * 1024 * 1024
+"""UCX says nothing of a message that is half there, so over a slow network a chunk is the step in which progress shows: at
+4 Mbit/s still one in ten seconds, the default of `kvtransfer.progress_timeout_s`."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
     """A UCX worker address as peers exchange it. `direct_copy`: its owner allows endpoints without error handling; `process`: its
@@ -160,6 +165,8 @@ class UcxTransport:
         channel = self._core.open_channel()
         mine = WorkerAddress(self._core.address, direct, channel, self._process(), reads=source is not None)
         request.ucx_worker_address = mine.encode()
+        if not here:
+            request.max_chunk_bytes = min(request.max_chunk_bytes or ACROSS_CHUNK_BYTES, ACROSS_CHUNK_BYTES)
         return UcxReceiveChannel(
             self._core,
             peer,

@@ -1,4 +1,4 @@
-"""Ending what was given up on a connection leaves what is healthy on it alone."""
+"""Ending what was given up on a connection leaves what is healthy on it alone; and what a chunk may be between hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
+from kvtransfer.transports.ucx import ACROSS_CHUNK_BYTES, UcxTransport
 from kvtransfer.transports.ucx_core import CHUNK_BITS, Peer, UcxCore
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 pytestmark = [pytest.mark.ucx, pytest.mark.timeout(60)]
 
@@ -45,3 +47,16 @@ async def test_a_given_up_send_is_ended_and_a_healthy_one_on_the_same_connection
     finally:
         await sender.stop()
         await receiver.stop()
+
+
+@pytest.mark.parametrize(("host", "asked", "most"), [("there", 0, ACROSS_CHUNK_BYTES), ("there", 4096, 4096), ("here", 0, 0)])
+async def test_between_hosts_a_chunk_is_small_enough_to_show_progress(host: str, asked: int, most: int) -> None:
+    transport = UcxTransport(host_id="here", net_devices="lo")
+    await transport.start()
+    try:
+        endpoint = pb.RankEndpoint(host_id=host, incarnation="i", ucx_worker_address=transport.worker_address())
+        request = pb.FetchRequest(max_chunk_bytes=asked)
+        transport.open_receive(endpoint, request)
+        assert request.max_chunk_bytes == most
+    finally:
+        await transport.stop()
