@@ -135,7 +135,7 @@ def check_slots(d: Shape, tokens: int, slots: list[np.ndarray]) -> None:
         assert not np.any(rows[~inside] == 0xAA), "nothing of an earlier owner behind them"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 30), st.integers(1, 4))
 def test_every_byte_arrives_in_its_place(data: st.DataObject, heads: int, layers: int, tokens: int, chunk: int) -> None:
     p, d = data.draw(layouts(heads, layers), "prefill"), data.draw(layouts(heads, layers), "decode")
@@ -155,6 +155,16 @@ def test_packed_heads_pass_whole_between_any_tensor_parallel_sizes(sending: int,
     d = Shape(tp=receiving, total_heads=4, **OPAQUE)  # type: ignore[arg-type]
     assert family(p.compatibility(0)) == family(d.compatibility(0))
     check_slots(d, 11, moved(p, d, 11, 2))
+
+
+@pytest.mark.parametrize(("sending", "receiving"), [(1, 2), (4, 1), (2, 2)])
+def test_latent_attention_has_one_head_that_every_rank_holds(sending: int, receiving: int) -> None:
+    p = Shape(tp=sending, stages=(1, 2), total_heads=1, axes="token", block_tokens=6)
+    d = Shape(tp=receiving, stages=(3,), total_heads=1, axes="token", block_tokens=4)
+    assert family(p.compatibility(0)) == family(d.compatibility(0))
+    found = map_ranks(holdings(p), holdings(d))
+    check_map(holdings(p), holdings(d), found)
+    check_slots(d, 17, moved(p, d, 17, 2))
 
 
 def test_runs_are_few() -> None:
