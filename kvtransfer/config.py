@@ -53,6 +53,10 @@ class KvTransferSettings(BaseModel):
     chunk_bytes: PositiveInt = Field(
         16 * MIB, description="Staged blocks are sent in chunks of at most this, each with a checksum."
     )
+    leaked_attachments: PositiveInt = Field(
+        64,
+        description="Shared memory of killed peers that UCX may keep attached (two each); beyond it a worker drains and is replaced.",
+    )
     max_pending_fetches: PositiveInt = 1024
     fetch_wait_s: float = Field(
         30.0, gt=0, description="How long a peer's fetch waits for its reservation, whatever deadline it names."

@@ -28,6 +28,8 @@ from protos.splitpoint.v1 import kv_transfer_pb2
 
 log = logging.getLogger(__name__)
 
+LEAKED = "rank_ucx.leaked_attachments"
+STAGGER = 8
 _STATUS_TIMEOUT_S = 2.0
 _TREE_EVERY_S = 5.0
 _LAST_WORDS_S = 5.0
@@ -209,6 +211,7 @@ class WorkerProcess:
             running, waiting, leases, kv_usage = beat.running, beat.waiting, beat.leases, beat.kv_usage
             detail = self._rank_detail = beat.detail
             self._ranks_lost = self._ranks_lost + 1 if beat.rank_lost else 0
+            self._recycle_if_spent(beat)
             resources = self._resources(beat)
             if detail:
                 log.warning("worker %s: %s", self.spec.worker_id, detail)
@@ -236,6 +239,19 @@ class WorkerProcess:
             detail=detail,
         )
         return view, resources
+
+    def _recycle_if_spent(self, beat: WorkerHeartbeat) -> None:
+        """UCX never gives back what it attached of killed peers: past the budget this worker drains by itself, and the
+        coordinator replaces it as it would any drained one."""
+        leaked = beat.counters.get(LEAKED, 0)
+        # A killed peer leaks in all of its peers at once: budgets differ, so that they are not replaced together.
+        budget = self._settings.kvtransfer.leaked_attachments + STAGGER * self.spec.slot
+        if leaked >= budget and not self.server.draining:
+            self.server.metrics.event("recycled")
+            log.warning(
+                "worker %s drains: %d segments of killed peers are attached, budget %d", self.spec.worker_id, leaked, budget
+            )
+            self.drain()
 
     def _resources(self, beat: WorkerHeartbeat) -> Resources:
         return Resources(

@@ -26,6 +26,7 @@ import numpy as np
 from kvtransfer.memory import as_host
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.ucx_environment import UCX_ENVIRONMENT
+from kvtransfer.transports.ucx_leaks import leaked_attachments
 
 # UCX reads its environment when it is loaded, so this stands before the import.
 for _name, _value in UCX_ENVIRONMENT.items():
@@ -440,6 +441,7 @@ class UcxCore:
         self._advance(time.monotonic())
         for operation in [op for op in state.operations if op.peer.incarnation == incarnation]:
             self._abandon(operation, TransportError("peer_lost", f"incarnation {incarnation!r} is dead"))
+        self.counters["leaked_attachments"] = leaked_attachments()
 
     def _abandon(self, operation: Operation, why: TransportError) -> None:
         if operation.request is not None:

@@ -35,6 +35,7 @@ PEER = Path(__file__).with_name("ucx_peer.py")
 MIB = 1 << 20
 HERE = "incarnation-here"
 FD_BUDGET_PER_RESTART = 2
+ATTACHMENTS_PER_KILLED_PEER = 2
 
 
 class Remote:
@@ -333,6 +334,7 @@ async def test_twenty_restarts_of_the_peer(rig: Rig) -> None:
         if number == 1:
             before = len(os.listdir("/proc/self/fd"))
     assert len(os.listdir("/proc/self/fd")) - before <= 18 * FD_BUDGET_PER_RESTART
+    assert rig.transport.counters()["leaked_attachments"] <= 20 * ATTACHMENTS_PER_KILLED_PEER
 
 
 async def test_stop_with_an_open_channel_returns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from coordinator.config import Settings, load
 from coordinator.pools.reports import Beat, ProcessRef, WorkerSpec
-from coordinator.pools.worker_process import Host, WorkerProcess
+from coordinator.pools.worker_process import STAGGER, Host, WorkerProcess
 from coordinator.routing.views import Role, WorkerState
 from engine.simulated import SimulatedEngine
 from protos.ids import WorkerId
@@ -148,6 +149,24 @@ async def test_a_worker_whose_transfer_node_ends_is_dead_and_says_why(worker: Wo
     assert "its ranks are lost, 3 heartbeats in a row" in reason
     assert "rank 0" in reason
     assert node.counters is not None
+
+
+async def test_a_worker_that_holds_too_much_of_killed_peers_drains_by_itself(
+    worker: WorkerProcess, coordinator: Coordinator, settings: Settings
+) -> None:
+    await coordinator.until(WorkerState.READY)
+    assert isinstance(worker.server.engine, SimulatedEngine)
+    node = worker.server.engine._kv._nodes[0]
+    budget = settings.kvtransfer.leaked_attachments + STAGGER * worker.spec.slot
+    leaked = Counter({"leaked_attachments": budget - 1})
+    node._rt.transports["ucx"] = type("Leaky", (), {"scheme": "ucx", "counters": lambda self: leaked})()
+    coordinator.beats.clear()
+    await coordinator.until(WorkerState.READY)
+    assert not worker.server.draining
+    leaked["leaked_attachments"] = budget
+    await coordinator.until(WorkerState.READY, refusing=True)
+    assert worker.server.metrics.events["recycled"] == 1
+    del node._rt.transports["ucx"]
 
 
 async def test_a_drain_is_confirmed_by_the_next_heartbeat(worker: WorkerProcess, coordinator: Coordinator) -> None:
