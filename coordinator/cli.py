@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from coordinator.compare.records_cli import records as list_records
+from coordinator.compare.records_cli import report as make_report
 from coordinator.compare.workload_cli import app as workload_app
 from coordinator.planning.cli import app as plan_app
 
@@ -22,6 +24,8 @@ models_app = typer.Typer(no_args_is_help=True, help="Model checkpoints.")
 app.add_typer(models_app, name="models")
 app.add_typer(plan_app, name="plan")
 app.add_typer(workload_app, name="workload")
+app.command("report")(make_report)
+app.command("records")(list_records)
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
 

@@ -1,0 +1,293 @@
+"""Records read back, and the page made of them: one file, nothing from outside, nothing executed, every part there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator import cli
+from coordinator.compare.html.figures import attainment, distributions, goodputs, ledger, sentence, void_probes
+from coordinator.compare.html.page import STAGE_COLOURS, render
+from coordinator.compare.html.svg import Bar, Series, line_chart, stacked_bars
+from coordinator.compare.load import Outcome, Probe, Slo
+from coordinator.compare.read import NotARecordError, RecordError, find, read, schema
+from coordinator.compare.record import Record, write
+from coordinator.compare.summary import STAGES, arm
+from coordinator.compare.verdict import judge
+from coordinator.compare.workload import WorkloadSpec, lengths, make
+
+SLO = Slo(ttft_s=0.5, tpot_s=0.05)
+SPEC = WorkloadSpec(seed=1, requests=20, prompt_tokens=(8, 16), output_tokens=(4, 4))
+VOID = "the client fell behind: p99 send lag 9.0 ms, allowed 5.0 ms"
+
+
+def probe(path: str, seed: int, rate: float, late: int, void: str = "") -> Probe:
+    """20 requests, the last `late` of them beyond the TTFT SLO."""
+    outcomes = []
+    for index in range(20):
+        ttft_s = 0.1 + 0.01 * index if index < 20 - late else 0.9
+        stages = dict.fromkeys(STAGES, 0.0) | {
+            "prefill_s": ttft_s,
+            "decode_s": 0.06,
+            "residual_s": -0.001,
+            "e2e_s": ttft_s + 0.06,
+        }
+        outcomes.append(
+            Outcome(
+                index=index,
+                due_s=index / rate,
+                lag_s=0.0,
+                wanted_tokens=4,
+                tokens=4,
+                ttft_s=ttft_s,
+                e2e_s=ttft_s + 0.06,
+                gaps_s=[0.02, 0.02, 0.02],
+                ledger=stages,
+            )
+        )
+    return Probe(path=path, seed=seed, rate_per_s=rate, workload_digest="d", outcomes=outcomes, void=void)
+
+
+def record(**changes: Any) -> Record:
+    probes = [
+        probe(path, seed, rate, late)
+        for seed in (1, 2, 3)
+        for rate, lates in ((1.0, (0, 0)), (4.0, (3, 6)))
+        for path, late in zip(("split", "colocated"), lates, strict=True)
+    ]
+    probes.append(probe("split", 3, 4.0, 20, VOID))
+    knee = {"rate_per_s": 2.0, "why": ""}
+    made = Record(
+        kind="quick",
+        target="127.0.0.1:1",
+        model="m",
+        started_at="2026-01-01T00:00:00+00:00",
+        wall_s=60.0,
+        workloads=[SPEC],
+        workload_digests={"1": make(SPEC).digest},
+        lengths=lengths([make(SPEC)]),
+        slo=SLO,
+        slo_multiples={"ttft": 4.0, "tpot": 2.5},
+        rates_per_s=[1.0, 4.0],
+        unloaded=[arm(path, probes[:2], SLO) for path in ("split", "colocated")],
+        loaded=[arm(path, probes, SLO) for path in ("split", "colocated")],
+        knees=[{"seed": 1, "split": knee, "colocated": {"rate_per_s": None, "why": "above the highest rate tried"}}],
+        probes=probes,
+        judgement=judge([0.3, 0.31, 0.29], [0.001, -0.001, 0.0]),
+        manifest={"versions": {"splitpoint": "0"}},
+        notes=["a note"],
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(record(**changes).to_json())
+    return found
+
+
+class Page(HTMLParser):
+    """Collects what a browser would fetch or run, and checks that tags close."""
+
+    VOID_TAGS = frozenset({"meta", "br", "link", "img", "line", "circle", "rect", "polyline", "polygon"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [
+            str(value) for name, value in attrs if name in ("src", "href", "data", "action") or name.startswith("on")
+        ]
+        if tag not in self.VOID_TAGS:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID_TAGS:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID_TAGS:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+class TestPage:
+    def test_it_holds_every_part_and_closes_every_tag(self) -> None:
+        page = Page(render([("first", plain())]))
+        assert page.open == []
+        assert page.tags.count("svg") == 5
+        for word in (
+            "splitting serves more", "TTFT under load", "ITL under load", "Where the time went", "a note", VOID, "prefill queue",
+            "above the highest rate tried", make(SPEC).digest,
+        ):  # fmt: skip
+            assert word in page.words, word
+
+    def test_nothing_is_fetched_or_run(self) -> None:
+        text = render([("first", plain()), ("second", plain())])
+        page = Page(text)
+        assert "script" not in page.tags
+        assert page.fetched == ["#r1", "#r2"]
+        assert not re.search(r"@import|url\(", text)
+
+    def test_what_a_record_says_is_text(self) -> None:
+        evil = "<script>alert(1)</script>"
+        page = Page(render([(evil, plain(model=evil, notes=[evil], manifest={evil: evil}))]))
+        assert "script" not in page.tags
+        assert evil in page.words
+
+    def test_all_probes_void_draws_nothing_and_says_so(self) -> None:
+        probes = [dataclasses.replace(each, void=VOID) for each in record().probes]
+        page = Page(render([("void", plain(probes=probes))]))
+        assert "nothing that may be drawn" in page.words
+        assert page.tags.count("svg") == 1
+
+    def test_light_dark_narrow_and_print_have_rules(self) -> None:
+        text = render([("first", plain())])
+        for rule in ("prefers-color-scheme: dark", "width=device-width", "@media print", "overflow-x: auto"):
+            assert rule in text
+
+    def test_the_verdict_in_one_sentence(self) -> None:
+        text = sentence(plain()["judgement"])
+        assert text.startswith("split: splitting serves more")
+        assert "1.35" in text
+        assert "95.0% interval" in text
+
+    def test_every_part_of_the_ledger_has_a_colour(self) -> None:
+        assert len(STAGE_COLOURS) == len(STAGES) - 1
+        assert len(set(STAGE_COLOURS)) == len(STAGE_COLOURS)
+
+
+class TestFigures:
+    def test_void_probes_are_listed_and_not_drawn(self) -> None:
+        assert void_probes(plain()) == [["split", "3", "4", VOID]]
+        clean = [each for each in record().probes if not each.void]
+        assert attainment(plain()) == attainment(plain(probes=clean))
+
+    def test_attainment_is_the_outcomes_own_judgement(self) -> None:
+        """85 % of split at 4/s, on a chart from 1 to 4 requests/s and 0 to 100 %."""
+        svg = ElementTree.fromstring(attainment(plain()))
+        lines = {each.get("class"): each.get("points") for each in svg.iter("{http://www.w3.org/2000/svg}polyline")}
+        x, y = (float(value) for value in str(lines["split"]).split()[-1].split(","))
+        assert x == pytest.approx(544)
+        assert y == pytest.approx(300 - 44 - 0.85 * (300 - 14 - 44), abs=0.1)
+
+    def test_distributions_are_steps_that_end_at_one(self) -> None:
+        charts = dict(distributions(plain()))
+        assert list(charts) == ["TTFT", "TPOT", "ITL"]
+        for chart in charts.values():
+            for line in ElementTree.fromstring(chart).iter("{http://www.w3.org/2000/svg}polyline"):
+                heights = [float(point.split(",")[1]) for point in str(line.get("points")).split()]
+                assert heights == sorted(heights, reverse=True)
+                assert heights[-1] == pytest.approx(14.0)
+
+    def test_the_ledger_has_both_arms_side_by_side(self) -> None:
+        chart, rows = ledger(plain())
+        assert [name for name, _ in rows][-1] == "e2e"
+        assert all(len(cells) == 2 for _, cells in rows)
+        ElementTree.fromstring(chart)
+
+    def test_a_seed_without_a_knee_says_why(self) -> None:
+        assert goodputs(plain()) == [["1", "2/s", "above the highest rate tried", "-"]]
+
+
+class TestSvg:
+    def test_one_point_and_none(self) -> None:
+        assert line_chart("t", "x", "y", []) == ""
+        assert stacked_bars("t", "ms", [Bar(name="a", parts=(("p", "c", -1.0),))]) == ""
+        for log in (False, True):
+            chart = line_chart("t", "x", "y", [Series(name="a", style="split", points=((2.0, 0.0),))], x_log=log)
+            assert "nan" not in chart
+            ElementTree.fromstring(chart)
+
+    def test_names_cannot_break_out(self) -> None:
+        chart = line_chart('"><b>', "<x>", "&y", [Series(name="a", style='"><i>', points=((1.0, 1.0), (2.0, 2.0)))])
+        ElementTree.fromstring(chart)
+        assert "<b>" not in chart
+        assert "<i>" not in chart
+
+    @pytest.mark.parametrize("high", [0.0031, 1.0, 7.0, 123456.0])
+    def test_ticks_are_few_and_inside(self, high: float) -> None:
+        chart = line_chart("t", "x", "y", [Series(name="a", style="s", points=((0.0, 0.0), (high, high)))])
+        ticks = ElementTree.fromstring(chart).findall(".//{http://www.w3.org/2000/svg}text[@class='tick']")
+        assert 6 <= len(ticks) <= 14
+
+
+class TestRecords:
+    def test_what_was_written_is_read(self, tmp_path: Path) -> None:
+        write(record(), tmp_path / "a.json")
+        assert read(tmp_path / "a.json") == plain()
+
+    def test_the_schema_names_every_field(self) -> None:
+        assert set(schema()["properties"]) == {field.name for field in dataclasses.fields(Record)}
+
+    @pytest.mark.parametrize(
+        ("text", "error", "why"),
+        [
+            ("{", NotARecordError, "not JSON"),
+            ("[]", NotARecordError, "not a record"),
+            ('{"format": 1}', NotARecordError, "not a record"),
+            (json.dumps({**json.loads(record().to_json()), "schema_version": 99}), RecordError, "schema version 99"),
+            (json.dumps({**json.loads(record().to_json()), "probes": 3}), RecordError, "probes: 3"),
+        ],
+    )
+    def test_what_is_none_is_refused(self, tmp_path: Path, text: str, error: type[RecordError], why: str) -> None:
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(error, match=why):
+            read(tmp_path / "x.json")
+
+    def test_a_folder_is_searched_and_broken_records_are_told(self, tmp_path: Path) -> None:
+        write(record(), tmp_path / "deep" / "a.json")
+        (tmp_path / "other.json").write_text("{}")
+        (tmp_path / "z.json").write_text('{"judgement": 1, "schema_version": 1}')
+        found = dict(find(tmp_path))
+        assert {path.name for path in found} == {"a.json", "z.json"}
+        assert isinstance(found[tmp_path / "z.json"], RecordError)
+        with pytest.raises(RecordError, match="not a folder"):
+            list(find(tmp_path / "none"))
+
+
+class TestCommands:
+    @staticmethod
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+    def test_report_writes_one_page_of_all(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            write(record(), tmp_path / f"{name}.json")
+        out = tmp_path / "pages" / "r.html"
+        done = self.run("report", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--out", str(out))
+        assert done.exit_code == 0
+        assert [path.name for path in out.parent.iterdir()] == ["r.html"]
+        assert "Side by side" in out.read_text()
+
+    def test_report_refuses_what_is_no_record(self, tmp_path: Path) -> None:
+        done = self.run("report", str(tmp_path / "none.json"))
+        assert done.exit_code == 1
+        assert "No such file" in done.output
+
+    def test_records_lists_as_table_and_json(self, tmp_path: Path) -> None:
+        write(record(), tmp_path / "a.json")
+        assert "1 of 13" in self.run("records", str(tmp_path)).output
+        (row,) = json.loads(self.run("records", str(tmp_path), "--json").output)
+        assert (row["verdict"], row["seeds"], row["void"]) == ("split", 3, 1)
+        assert self.run("records", str(tmp_path / "none")).exit_code == 1
+
+    def test_the_schema_is_printed(self) -> None:
+        assert json.loads(self.run("records", "--schema").output) == schema()
