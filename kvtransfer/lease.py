@@ -293,16 +293,19 @@ class LeaseTable:
     # -- the peer ----------------------------------------------------------------------------------------------------
 
     def fetch(
-        self, transfer_id: bytes, capability: bytes, now: float, *, receiver: int = 0, receivers: int = 1
+        self, transfer_id: bytes, capability: bytes, now: float, *, receiver: int = 0, receivers: int = 1, token_hash: bytes = b""
     ) -> Lease | Refusal | None:
         """Begin to send to rank `receiver`, one of `receivers` that take a share. None: not reserved yet, the caller may wait.
-        The capability is spent by each receiver's first success; the first of them says how many there are."""
+        The capability is spent by each receiver's first success; the first of them says how many there are. `token_hash`: of the
+        prompt that the receiver expects, where it says so."""
         lease = self._live.get(transfer_id)
         if lease is None:
             ended = self.tombstones.get(transfer_id)
             return None if ended is None else self._refuse("fetch_after_end", f"this transfer is over: {ended}")
         if not hmac.compare_digest(lease.capability, capability):
             return self._refuse("capability", "the capability is not this transfer's")
+        if token_hash and token_hash != lease.token_hash:
+            return self._refuse("token_hash", "another prompt is reserved under this transfer's id")
         if receivers < 1 or (lease.fetched and receivers != lease.receivers):
             return self._refuse("receivers", f"{receivers} receivers where {lease.receivers} were announced")
         if receiver in lease.fetched or len(lease.fetched) == receivers or not lease.machine.allows(_E.FETCH):

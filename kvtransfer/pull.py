@@ -230,6 +230,7 @@ class Puller:
             transport=request.transport,
             receiver_host_id=rt.host_id,
             remaining_s=max(0.0, deadline - rt.now()),
+            token_hash=request.token_hash,
         )
         source.ask(fetch)
         try:

@@ -218,6 +218,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                         rt.now(),
                         receiver=request.receiver_rank,
                         receivers=request.receivers or 1,
+                        token_hash=request.token_hash,
                     )
                 if isinstance(found, Refusal):
                     raise rt.refusal(found)

@@ -158,11 +158,29 @@ async def test_a_malformed_grant_is_refused(pair: NodePair) -> None:
     await pair.settled()
 
 
-async def test_kv_of_other_tokens_is_rejected(pair: NodePair) -> None:
+async def test_another_prompt_is_refused_before_a_byte_moves(pair: NodePair) -> None:
     transfer = pair.transfer(20)
     await transfer.reserve()
     transfer.gather()
     error = await error_of(transfer.pull(token_hash=b"\0" * 32))
+    assert error.code is Code.TRANSFER_REFUSED
+    assert "another prompt" in error.message
+    assert pair.senders[0].counters()["refused.token_hash"] == 1
+    await pair.settled()
+
+
+async def test_kv_of_other_tokens_is_rejected(pair: NodePair) -> None:
+    """A sender that lies, or errs, about what it has: its seal says so at the latest."""
+    transfer = pair.transfer(80)
+    await transfer.reserve()
+    transfer.gather(0, 4)
+    pull = asyncio.create_task(transfer.pull())
+    await until(lambda: pair.receivers[0].status().session_states["receiving"] == 1)
+    lease = pair.senders[0]._rt.leases.live(transfer.id)
+    assert lease is not None
+    lease.token_hash = b"\0" * 32
+    transfer.gather(4)
+    error = await error_of(pull)
     assert error.code is Code.TRANSFER_FAILED
     assert "seal.token_hash" in error.message
     await pair.settled()
