@@ -50,6 +50,11 @@ def checksum(algorithm: str, memory: Memory) -> pb.Checksum:
     return pb.Checksum(algorithm=algorithm, value=value)
 
 
+def start_on_device(algorithm: str, memory: Memory) -> Any:
+    """The checksum begun where the bytes lie (kvtransfer/cuda_checksum.py, `Pending`), or None where the host computes it."""
+    return _device().start(memory) if algorithm == pieces.ALGORITHM and on_device(memory) else None
+
+
 @functools.cache
 def _device() -> Any:
     # Triton and torch come only with an engine that has a GPU.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -116,15 +117,40 @@ def start_on_host(memory: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def checksum(memory: Any) -> int:
-    """`pieces.ALGORITHM` over device memory whose bytes are final. Blocks this thread, not the interpreter; the work runs on a
-    stream of this thread's own, which does not wait for what the engine computes."""
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A checksum that the device computes. Calling it tells whether it is done."""
+
+    done: torch.cuda.Event
+    crcs: torch.Tensor
+
+    def __call__(self) -> bool:
+        return bool(self.done.query())
+
+    def wait(self) -> None:
+        """Blocks this thread, without the interpreter lock."""
+        self.done.synchronize()
+
+    def value(self) -> int:
+        """The checksum, when it is done."""
+        return pieces.combine(self.crcs.numpy())
+
+
+def start(memory: Any) -> Pending:
+    """Begin `pieces.ALGORITHM` over device memory whose bytes are final, on a stream of this thread's own: it does not wait for
+    what the engine computes."""
     with torch.cuda.stream(_own_stream(memory.device)):
-        host = start_on_host(memory)
+        crcs = start_on_host(memory)
         done = torch.cuda.Event()
         done.record()
-    done.synchronize()
-    return pieces.combine(host.numpy())
+    return Pending(done, crcs)
+
+
+def checksum(memory: Any) -> int:
+    """`pieces.ALGORITHM` over device memory whose bytes are final. Blocks this thread."""
+    pending = start(memory)
+    pending.wait()
+    return pending.value()
 
 
 _streams = threading.local()

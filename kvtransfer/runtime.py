@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from kvtransfer.checksum import algorithm_for, checksum
+from kvtransfer.checksum import algorithm_for, checksum, start_on_device
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.layout import fingerprint
 from kvtransfer.lease import Action, Lease, LeaseTable
@@ -40,6 +40,7 @@ SWEEP_S = 0.25
 DRAIN_POLL_S = 0.25
 GATHER_POLL_S = 0.0002
 DEVICE_WAITERS = 8
+DEVICE_SPIN_S = 0.0005
 
 
 class NodeRuntime:
@@ -176,8 +177,12 @@ class NodeRuntime:
         finally:
             self._polling.discard(lease.transfer_id)
 
-    async def until_ready(self, ready: Callable[[], bool]) -> None:
-        """Until `ready()` is True. One that has `wait()` is waited for on a thread: asyncio's timers tick in milliseconds."""
+    async def until_ready(self, ready: Callable[[], bool], spin_s: float = 0.0) -> None:
+        """Until `ready()` is True. For `spin_s` it is asked in every turn of the loop, for what takes less than waking a thread;
+        then one that has `wait()` is waited for on a thread, because asyncio's timers tick in milliseconds."""
+        asked_until = self.now() + spin_s
+        while not ready() and self.now() < asked_until:  # noqa: ASYNC110 - a device's event wakes nobody
+            await asyncio.sleep(0)
         wait: Callable[[], None] | None = getattr(ready, "wait", None)
         if wait is not None and not ready():
             await self.loop.run_in_executor(self.waiters, wait)
@@ -242,6 +247,10 @@ class NodeRuntime:
             algorithm = algorithm_for(self.settings.checksum, memory)
         if algorithm == "off":
             return checksum(algorithm, memory)
+        pending = start_on_device(algorithm, memory)
+        if pending is not None:
+            await self.until_ready(pending, spin_s=DEVICE_SPIN_S)
+            return pb.Checksum(algorithm=algorithm, value=pending.value())
         return await self.loop.run_in_executor(self.executor, checksum, algorithm, memory)
 
     def counters(self) -> dict[str, int]:
