@@ -77,6 +77,7 @@ class KvControlServicer(pb_grpc.KvControlServiceServicer):
         self._rt.metrics.event("peer_fenced")
         for transport in self._rt.transports.values():
             transport.peer_died(request.incarnation)
+        await self._rt.peers.forget(request.incarnation)
         return pb.FencePeerResponse()
 
     async def _reserve(self, request: pb.ReserveRequest) -> Lease:

@@ -22,6 +22,8 @@ from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
+MAX_DEAD = 1024
+"""Incarnations remembered as dead; they are never used again."""
 MAX_PEERS = 256
 """Beyond this the peer that was used longest ago is forgotten; it costs a handshake to come back."""
 
@@ -46,6 +48,7 @@ class Peers:
         self._timeout_s = handshake_timeout_s
         self._tls = tls
         self._peers: OrderedDict[tuple[str, str], Peer] = OrderedDict()
+        self._dead: OrderedDict[str, None] = OrderedDict()
         self.handshakes = 0
 
     def __len__(self) -> int:
@@ -68,6 +71,8 @@ class Peers:
             SplitpointError: INCOMPATIBLE_PEER naming the field; WORKER_LOST or DEADLINE_EXCEEDED when it does not answer.
         """
         key = (endpoint.address, endpoint.incarnation)
+        if endpoint.incarnation in self._dead:
+            raise SplitpointError(Code.INCOMPATIBLE_PEER, f"{endpoint.address}: incarnation {endpoint.incarnation!r} is dead")
         peer = self._peers.get(key)
         if peer is None:
             peer = self._peers[key] = self._dial(endpoint)
@@ -130,6 +135,15 @@ class Peers:
         peer.forgotten = True
         if self._peers.get(key) is peer:
             del self._peers[key]
+
+    async def forget(self, incarnation: str) -> None:
+        """This incarnation is dead: nobody shakes hands with it again. What still runs with it ends by itself."""
+        self._dead[incarnation] = None
+        while len(self._dead) > MAX_DEAD:
+            self._dead.popitem(last=False)
+        for key, peer in [(key, peer) for key, peer in self._peers.items() if key[1] == incarnation]:
+            self._forget(key, peer)
+            await self._close_if_unused(peer)
 
     async def _forget_oldest(self) -> None:
         while len(self._peers) > MAX_PEERS:

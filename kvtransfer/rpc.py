@@ -26,6 +26,12 @@ _KEEPALIVE = [
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_KEEPALIVE,
     ("grpc.enable_http_proxy", 0),
+    # A worker that restarts at the address of a dead one is reached at once: gRPC shares connections by address, and with them
+    # the pause after a failure, which grows to two minutes.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", -1),
 ]
 # Payload leaves a node's server and never enters it: whoever sends it more than a few addresses is no peer.
