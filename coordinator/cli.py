@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from coordinator.bench.cli import app as bench_app
 from coordinator.compare.records_cli import records as list_records
 from coordinator.compare.records_cli import report as make_report
 from coordinator.compare.workload_cli import app as workload_app
@@ -24,6 +25,7 @@ models_app = typer.Typer(no_args_is_help=True, help="Model checkpoints.")
 app.add_typer(models_app, name="models")
 app.add_typer(plan_app, name="plan")
 app.add_typer(workload_app, name="workload")
+app.add_typer(bench_app, name="bench")
 app.command("report")(make_report)
 app.command("records")(list_records)
 

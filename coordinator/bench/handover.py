@@ -26,6 +26,8 @@ ANSWER_TIMEOUT_S = 120.0
 TRANSFER_TIMEOUT_S = 30.0
 WARM_UP = 5
 TOKEN = "bench"
+ENGINE_START_S = 240.0
+NIXL_REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class HandoverSpec:
     chunk_bytes: int = 64 * MIB
     repeats: int = 50
     settings: dict[str, Any] = field(default_factory=dict)
+    nixl_model: str = ""
+    """A folder with the config.json and tokenizer of the shape above: vLLM's NixlConnector is measured too, on the same GPUs."""
 
     @property
     def block_bytes(self) -> int:
@@ -106,6 +110,7 @@ async def measure(spec: HandoverSpec) -> dict[str, Any]:
     gpus = (0, 1) if spec.device == "cuda" else (None, None)
     record: dict[str, Any] = {"device": spec.device, "block_bytes": spec.block_bytes, "checksum": spec.checksum}
     record["raw_ucx"] = await _raw(spec, gpus) if "ucx" in spec.transports else {}
+    record["nixl_connector"] = await _nixl(spec, gpus) if spec.nixl_model else {}
     async with AsyncExitStack() as stack:
         sides = []
         for seed, gpu in enumerate(gpus):
@@ -233,6 +238,46 @@ async def _raw(spec: HandoverSpec, gpus: tuple[int | None, int | None]) -> dict[
     return seconds
 
 
+async def _nixl(spec: HandoverSpec, gpus: tuple[int | None, int | None]) -> dict[str, Any]:
+    """By bytes: medians of what vLLM's rank sees of a load through its NixlConnector, and of NIXL's own account."""
+    found: dict[str, Any] = {}
+    async with AsyncExitStack() as stack:
+        engines = []
+        for number, gpu in enumerate(gpus):
+            engine = await Child.start("kvtransfer.connector.nixl_engines", gpu=gpu)
+            stack.push_async_callback(engine.end)
+            await engine.tell(
+                {
+                    "model": spec.nixl_model,
+                    "block_tokens": spec.block_tokens,
+                    "max_model_len": max(spec.sizes_blocks) * spec.block_tokens + 64,
+                    "kv_cache_bytes": 4 * max(spec.sizes_blocks) * spec.block_bytes,
+                    "side_channel_port": 5600 + 10 * number,
+                }
+            )
+            engines.append(engine)
+        for engine in engines:
+            await engine.tell({"do": "start"})
+        for engine in engines:
+            await engine.answer(ENGINE_START_S)
+        for blocks in spec.sizes_blocks:
+            loads = []
+            for turn in range(WARM_UP + NIXL_REPEATS):
+                tokens = [1000 + (turn * 7919 + place) % 20000 for place in range(blocks * spec.block_tokens)]
+                params = (await engines[0].ask("prefill", tokens=tokens))["params"]
+                loads.append(await engines[1].ask("decode", tokens=tokens, params=params))
+            kept = loads[WARM_UP:]
+            if not all(load["seconds"] for load in kept):
+                raise RuntimeError("vLLM loaded nothing through its NixlConnector")
+            reported = [load["reported"] for load in kept if load["reported"]]
+            found[str(blocks * spec.block_bytes)] = {
+                "as_its_rank_sees_it_s": statistics.median(load["seconds"] for load in kept),
+                "samples_s": [load["seconds"] for load in kept],
+                **{name: statistics.median(entry[name] for entry in reported) for name in (reported[0] if reported else ())},
+            }
+    return found
+
+
 def table(record: dict[str, Any]) -> str:
     """The record for people, milliseconds."""
     lines = [f"{' and '.join(record['hardware'])}; checksum {record['checksum']}"]
@@ -245,4 +290,9 @@ def table(record: dict[str, Any]) -> str:
         cells = " ".join(f"{row['median_s'][name] * 1e3:8.3f}" for name in ("gather", "wire", "pull", "scatter", "total"))
         shown = f"{raw * 1e3:8.3f}" if raw else "       -"
         lines.append(f"  {row['transport']:9} {row['bytes'] / 1e6:8.0f}  {shown} {cells} ({row['p90_s']['total'] * 1e3:.3f})")
+    for num_bytes, row in record.get("nixl_connector", {}).items():
+        seen, own = row["as_its_rank_sees_it_s"] * 1e3, row.get("transfer_s", float("nan")) * 1e3
+        lines.append(
+            f"  NixlConnector {int(num_bytes) / 1e6:5.0f} MB: {seen:.3f} ms as its rank sees it, {own:.3f} ms by NIXL's account"
+        )
     return "\n".join(lines)

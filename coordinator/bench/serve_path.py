@@ -25,6 +25,13 @@ from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 DEADLINE_S = 60.0
 FLOOR_ASKS = 3
+PARITY_TEXTS = (
+    "The capital of France is Paris.\nThe capital of England is",
+    "Once upon a time there was a small",
+    "Count: 1, 2, 3,",
+    "Water boils at one hundred degrees. " * 40 + "Water boils at",
+    "The sun rises in the east and sets in the west. " * 150 + "The sun rises in the",
+)
 GAP_OUTPUT_TOKENS = 16
 """Of an unloaded request: enough to see the second token's gap beside the following ones."""
 
