@@ -18,7 +18,7 @@ import pytest
 from kvtransfer.transports import TransportContext, create_transport
 from kvtransfer.transports.base import TransportError
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
-from tests.support.kv_nodes import BLOCK_BYTES, NodePair, complete, make_node, small_settings
+from tests.support.kv_nodes import BLOCK_BYTES, NodePair, assert_scattered, complete, make_node, small_settings
 
 pytest.importorskip("kvtransfer.transports.nixl", exc_type=ImportError)
 from kvtransfer.transports.nixl_messages import AgentAddress, Notice, NoticeKind
@@ -206,6 +206,15 @@ async def test_two_nodes(caplog: pytest.LogCaptureFixture) -> None:
         for num_tokens in (1, 100, 1000):
             await complete(pair.transfer(num_tokens, "nixl"))
         await pair.settled()
+        # What a gateway passes on of a rank has no NIXL address: that comes from the rank itself, in the handshake.
+        known = [node.endpoint for node in pair.senders]
+        for endpoint in known:
+            endpoint.transport_addresses.clear()
+        by_handshake = pair.transfer(64, "nixl")
+        await by_handshake.reserve()
+        by_handshake.gather()
+        await by_handshake.pull(senders=known)
+        assert_scattered(by_handshake)
         late = pair.transfer(64, "nixl")
         pull = asyncio.create_task(late.pull(remaining_s=2.0))
         await late.reserve()

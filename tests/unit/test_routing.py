@@ -252,6 +252,15 @@ def test_a_pair_whose_ucx_is_broken_goes_on_over_grpc_and_returns_when_a_probe_s
     assert (later(30.2).transport, later(30.2).notes) == ("ucx", ())
 
 
+def test_with_auto_the_order_is_the_one_that_all_workers_advertise() -> None:
+    made = Router(RoutingSettings(), random.Random(1), transports=("ucx", "nixl", "grpc"), follow_workers=True)
+    three = ("nixl", "ucx", "grpc")
+    made.update([worker_view("p1", transports=three), decode_view("d1", transports=three)])
+    assert (pair(made).transport, pair(made).notes) == ("nixl", ())
+    made.update([worker_view("p1", transports=three), decode_view("d1", transports=("grpc", "ucx"))])
+    assert pair(made).transport == "ucx", "they disagree: the configured order"
+
+
 def test_only_broken_pairs_left_means_one_worker() -> None:
     made = router(worker_view("p1"), decode_view("d1"), breaker_failures=1)
     for transport in ("ucx", "grpc"):

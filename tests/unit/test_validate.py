@@ -191,6 +191,16 @@ def test_metadata() -> None:
     assert (checked.client_request_id, checked.path, checked.transport, checked.deadline_s) == ("abc", "split", "grpc", 2.5)
 
 
+def test_a_transport_may_be_named_where_it_is_configured() -> None:
+    header = [("x-splitpoint-transport", "nixl")]
+    assert "ucx, grpc" in refused(check_metadata, header, max_deadline_s=10).message
+    assert check_metadata(header, max_deadline_s=10, transports=("nixl", "grpc")).transport == "nixl"
+    assert (
+        "nixl"
+        not in refused(check_metadata, [("x-splitpoint-transport", "ucx")], max_deadline_s=10, transports=("grpc",)).message
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "value", "code", "says"),
     [
