@@ -136,6 +136,16 @@ class TestReducedRun:
         found = dataclasses.replace(proof, planted=(broken, *proof.planted[1:]))
         assert [text for text, held in criteria(found) if not held] == ["every planted fault is caught and named in at least 95%"]
 
+    def test_a_cell_that_misses_is_run_again_and_then_counts(self, proof: Proof) -> None:
+        missed = dataclasses.replace(proof.cells[0], covered=Share(count=30, of=40))
+        found = (missed, *proof.cells[1:])
+        (again,) = cells.doubtful(found, 20, World(), 1, lambda text: None)
+        assert (again.ratio, again.design, again.wrong.of) == (missed.ratio, missed.design, 80)
+        kept = dataclasses.replace(proof, cells=found, again=(again,))
+        assert all(held for _, held in criteria(kept))
+        broken = dataclasses.replace(proof, cells=found, again=(dataclasses.replace(again, covered=Share(count=60, of=80)),))
+        assert not all(held for _, held in criteria(broken))
+
     def test_it_is_json_and_a_table(self, proof: Proof) -> None:
         said = json.loads(json.dumps(proof.as_dict()))
         assert said["kind"] == "proof"

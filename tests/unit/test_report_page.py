@@ -16,80 +16,16 @@ from typer.testing import CliRunner
 from coordinator import cli
 from coordinator.compare.html.figures import attainment, distributions, goodputs, ledger, sentence, void_probes
 from coordinator.compare.html.page import STAGE_COLOURS, render
-from coordinator.compare.html.svg import Bar, Series, line_chart, stacked_bars
-from coordinator.compare.load import Outcome, Probe, Slo
+from coordinator.compare.html.svg import BOTTOM, HEIGHT, RIGHT, TOP, WIDTH, Bar, Series, line_chart, stacked_bars
 from coordinator.compare.read import NotARecordError, RecordError, find, read, schema
 from coordinator.compare.record import Record, write
-from coordinator.compare.summary import STAGES, arm
-from coordinator.compare.verdict import judge
-from coordinator.compare.workload import WorkloadSpec, lengths, make
-
-SLO = Slo(ttft_s=0.5, tpot_s=0.05)
-SPEC = WorkloadSpec(seed=1, requests=20, prompt_tokens=(8, 16), output_tokens=(4, 4))
-VOID = "the client fell behind: p99 send lag 9.0 ms, allowed 5.0 ms"
-
-
-def probe(path: str, seed: int, rate: float, late: int, void: str = "") -> Probe:
-    """20 requests, the last `late` of them beyond the TTFT SLO."""
-    outcomes = []
-    for index in range(20):
-        ttft_s = 0.1 + 0.01 * index if index < 20 - late else 0.9
-        stages = dict.fromkeys(STAGES, 0.0) | {
-            "prefill_s": ttft_s,
-            "decode_s": 0.06,
-            "residual_s": -0.001,
-            "e2e_s": ttft_s + 0.06,
-        }
-        outcomes.append(
-            Outcome(
-                index=index,
-                due_s=index / rate,
-                lag_s=0.0,
-                wanted_tokens=4,
-                tokens=4,
-                ttft_s=ttft_s,
-                e2e_s=ttft_s + 0.06,
-                gaps_s=[0.02, 0.02, 0.02],
-                ledger=stages,
-            )
-        )
-    return Probe(path=path, seed=seed, rate_per_s=rate, workload_digest="d", outcomes=outcomes, void=void)
-
-
-def record(**changes: Any) -> Record:
-    probes = [
-        probe(path, seed, rate, late)
-        for seed in (1, 2, 3)
-        for rate, lates in ((1.0, (0, 0)), (4.0, (3, 6)))
-        for path, late in zip(("split", "colocated"), lates, strict=True)
-    ]
-    probes.append(probe("split", 3, 4.0, 20, VOID))
-    knee = {"rate_per_s": 2.0, "why": ""}
-    made = Record(
-        kind="quick",
-        target="127.0.0.1:1",
-        model="m",
-        started_at="2026-01-01T00:00:00+00:00",
-        wall_s=60.0,
-        workloads=[SPEC],
-        workload_digests={"1": make(SPEC).digest},
-        lengths=lengths([make(SPEC)]),
-        slo=SLO,
-        slo_multiples={"ttft": 4.0, "tpot": 2.5},
-        rates_per_s=[1.0, 4.0],
-        unloaded=[arm(path, probes[:2], SLO) for path in ("split", "colocated")],
-        loaded=[arm(path, probes, SLO) for path in ("split", "colocated")],
-        knees=[{"seed": 1, "split": knee, "colocated": {"rate_per_s": None, "why": "above the highest rate tried"}}],
-        probes=probes,
-        judgement=judge([0.3, 0.31, 0.29], [0.001, -0.001, 0.0]),
-        manifest={"versions": {"splitpoint": "0"}},
-        notes=["a note"],
-    )
-    return dataclasses.replace(made, **changes)
+from coordinator.compare.summary import STAGES
+from coordinator.compare.workload import make
+from tests.support.records import SPEC, VOID, comparison
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(record(**changes).to_json())
+    found: dict[str, Any] = json.loads(comparison(**changes).to_json())
     return found
 
 
@@ -153,7 +89,7 @@ class TestPage:
         assert evil in page.words
 
     def test_all_probes_void_draws_nothing_and_says_so(self) -> None:
-        probes = [dataclasses.replace(each, void=VOID) for each in record().probes]
+        probes = [dataclasses.replace(each, void=VOID) for each in comparison().probes]
         page = Page(render([("void", plain(probes=probes))]))
         assert "nothing that may be drawn" in page.words
         assert page.tags.count("svg") == 1
@@ -177,7 +113,7 @@ class TestPage:
 class TestFigures:
     def test_void_probes_are_listed_and_not_drawn(self) -> None:
         assert void_probes(plain()) == [["split", "3", "4", VOID]]
-        clean = [each for each in record().probes if not each.void]
+        clean = [each for each in comparison().probes if not each.void]
         assert attainment(plain()) == attainment(plain(probes=clean))
 
     def test_attainment_is_the_outcomes_own_judgement(self) -> None:
@@ -185,8 +121,8 @@ class TestFigures:
         svg = ElementTree.fromstring(attainment(plain()))
         lines = {each.get("class"): each.get("points") for each in svg.iter("{http://www.w3.org/2000/svg}polyline")}
         x, y = (float(value) for value in str(lines["split"]).split()[-1].split(","))
-        assert x == pytest.approx(544)
-        assert y == pytest.approx(300 - 44 - 0.85 * (300 - 14 - 44), abs=0.1)
+        assert x == pytest.approx(WIDTH - RIGHT)
+        assert y == pytest.approx(HEIGHT - BOTTOM - 0.85 * (HEIGHT - TOP - BOTTOM), abs=0.1)
 
     def test_distributions_are_steps_that_end_at_one(self) -> None:
         charts = dict(distributions(plain()))
@@ -195,7 +131,7 @@ class TestFigures:
             for line in ElementTree.fromstring(chart).iter("{http://www.w3.org/2000/svg}polyline"):
                 heights = [float(point.split(",")[1]) for point in str(line.get("points")).split()]
                 assert heights == sorted(heights, reverse=True)
-                assert heights[-1] == pytest.approx(14.0)
+                assert heights[-1] == pytest.approx(TOP)
 
     def test_the_ledger_has_both_arms_side_by_side(self) -> None:
         chart, rows = ledger(plain())
@@ -231,7 +167,7 @@ class TestSvg:
 
 class TestRecords:
     def test_what_was_written_is_read(self, tmp_path: Path) -> None:
-        write(record(), tmp_path / "a.json")
+        write(comparison(), tmp_path / "a.json")
         assert read(tmp_path / "a.json") == plain()
 
     def test_the_schema_names_every_field(self) -> None:
@@ -243,8 +179,8 @@ class TestRecords:
             ("{", NotARecordError, "not JSON"),
             ("[]", NotARecordError, "not a record"),
             ('{"format": 1}', NotARecordError, "not a record"),
-            (json.dumps({**json.loads(record().to_json()), "schema_version": 99}), RecordError, "schema version 99"),
-            (json.dumps({**json.loads(record().to_json()), "probes": 3}), RecordError, "probes: 3"),
+            (json.dumps({**json.loads(comparison().to_json()), "schema_version": 99}), RecordError, "schema version 99"),
+            (json.dumps({**json.loads(comparison().to_json()), "probes": 3}), RecordError, "probes: 3"),
         ],
     )
     def test_what_is_none_is_refused(self, tmp_path: Path, text: str, error: type[RecordError], why: str) -> None:
@@ -253,7 +189,7 @@ class TestRecords:
             read(tmp_path / "x.json")
 
     def test_a_folder_is_searched_and_broken_records_are_told(self, tmp_path: Path) -> None:
-        write(record(), tmp_path / "deep" / "a.json")
+        write(comparison(), tmp_path / "deep" / "a.json")
         (tmp_path / "other.json").write_text("{}")
         (tmp_path / "z.json").write_text('{"judgement": 1, "schema_version": 1}')
         found = dict(find(tmp_path))
@@ -270,7 +206,7 @@ class TestCommands:
 
     def test_report_writes_one_page_of_all(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
-            write(record(), tmp_path / f"{name}.json")
+            write(comparison(), tmp_path / f"{name}.json")
         out = tmp_path / "pages" / "r.html"
         done = self.run("report", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--out", str(out))
         assert done.exit_code == 0
@@ -283,7 +219,7 @@ class TestCommands:
         assert "No such file" in done.output
 
     def test_records_lists_as_table_and_json(self, tmp_path: Path) -> None:
-        write(record(), tmp_path / "a.json")
+        write(comparison(), tmp_path / "a.json")
         assert "1 of 13" in self.run("records", str(tmp_path)).output
         (row,) = json.loads(self.run("records", str(tmp_path), "--json").output)
         assert (row["verdict"], row["seeds"], row["void"]) == ("split", 3, 1)

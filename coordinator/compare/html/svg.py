@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 14, 44
+WIDTH, HEIGHT = 480, 290
+LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def line_chart(
     parts.append(f'<text class="axis" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     up = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(
-        f'<text class="axis" transform="translate(14 {up:.0f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+        f'<text class="axis" transform="translate(15 {up:.0f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
     )
     return _svg(title, HEIGHT, parts)
 
@@ -129,7 +129,7 @@ def _grid(
         x, bottom = place(tick, low_y)
         _, top = place(tick, high_y)
         parts.append(f'<line class="grid" x1="{x:.1f}" y1="{bottom:.1f}" x2="{x:.1f}" y2="{top:.1f}"/>')
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{tick:.4g}</text>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 17:.1f}" text-anchor="middle">{tick:.4g}</text>')
     for tick in y_ticks:
         left, y = place(low_x, tick)
         right, _ = place(high_x, tick)
@@ -145,7 +145,8 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 def _padded(low: float, high: float, log: bool) -> tuple[float, float]:
     if log:
-        return (low / 1.5, high * 1.5) if high <= low else (low, high)
+        # Values that are as good as one need room on either side, or all ticks read alike.
+        return (low / 1.5, high * 1.5) if high <= 1.02 * low else (low, high)
     if high <= low:
         return low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     return low, high

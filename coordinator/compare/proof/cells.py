@@ -12,6 +12,7 @@ from scipy import stats as scipy_stats
 
 from coordinator.compare.proof.knees import knees
 from coordinator.compare.proof.model import Batch, Design, Plant, World, simulate
+from coordinator.compare.stats import CONFIDENCE
 from coordinator.compare.verdict import MARGIN, Verdict, judge, judge_family
 
 Floats = npt.NDArray[np.float64]
@@ -19,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 STANDARD = Design(name="8 x 2000", seeds=8, requests=2000)
 SMALL = Design(name="5 x 1000", seeds=5, requests=1000)
 RATIOS = (1.0, 1.03, 1.05, 1.10, 1.30, 1 / 1.03, 1 / 1.05, 1 / 1.10, 1 / 1.30)
+TRUTHS = tuple((design, ratio) for design in (STANDARD, SMALL) for ratio in RATIOS)
+AGAIN = 4
 LOOKS = (3, 5, 8)
 FAMILY = 4
 SURE = 0.99
@@ -165,9 +168,26 @@ def many_workloads(ratio: float, world: World, count: int, generator: np.random.
 
 def all_truths(count: int, world: World, seed: int, told: Callable[[str], None]) -> Iterator[Cell]:
     """Every design and effect, each from a seed of its own."""
-    for number, (design, ratio) in enumerate((design, ratio) for design in (STANDARD, SMALL) for ratio in RATIOS):
+    for number, (design, ratio) in enumerate(TRUTHS):
         told(f"{design.name}, true ratio {ratio:.3f}")
         yield truth_cell(design, ratio, world, count, np.random.default_rng([seed, number]))
+
+
+def doubtful(found: Sequence[Cell], count: int, world: World, seed: int, told: Callable[[str], None]) -> Iterator[Cell]:
+    """The cells whose interval misses the nominal coverage again: fresh seeds, `AGAIN` times as many experiments.
+
+    Of eighteen intervals of 99 % one misses by chance in a sixth of all proofs. What is wrong misses the more surely with more.
+    """
+    for number, ((design, ratio), cell) in enumerate(zip(TRUTHS, found, strict=True)):
+        if not covers(cell):
+            told(f"{design.name}, true ratio {ratio:.3f}, again")
+            yield truth_cell(design, ratio, world, AGAIN * count, np.random.default_rng([seed, number, 1]))
+
+
+def covers(cell: Cell) -> bool:
+    """Whether the coverage may be what the intervals claim."""
+    low, high = cell.covered.interval
+    return low <= CONFIDENCE <= high
 
 
 def _false(claim: Verdict, real: Verdict | None) -> bool:

@@ -25,10 +25,10 @@ def truths(proof: Proof) -> Table:
         "seeds x requests", "true ratio", "half-width", "coverage (99 %)", *(verdict.value for verdict in Verdict),
         "rig unfit", "false", "power", title=title, title_justify="left",
     )  # fmt: skip
-    for cell in proof.cells:
+    for cell in (*proof.cells, *proof.again):
         low, high = cell.covered.interval
         table.add_row(
-            cell.design,
+            cell.design + (f", again, {cell.wrong.of:,}" if cell.wrong.of != proof.experiments else ""),
             f"{cell.ratio:.3f}",
             f"{cell.half_width:.1%}",
             f"{cell.covered.value:.1%} ({low:.1%} to {high:.1%})",

@@ -1,0 +1,54 @@
+"""The report in a real browser: nothing fails, nothing is fetched, figures are seen, and it fits a desk and a phone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from coordinator.compare.html.page import render
+from coordinator.compare.read import read
+from coordinator.compare.record import write
+from tests.support.browser import browser, find_browser
+from tests.support.records import VOID, comparison
+
+PROGRAM = find_browser()
+pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")]
+
+FIGURES = """Array.from(document.querySelectorAll('svg')).map(s => s.getBoundingClientRect())
+  .filter(r => r.width > 200 && r.height > 40).length"""
+OUTSIDE = """Array.from(document.querySelectorAll('h1, h2, h3, p, svg, .card')).filter(e => {
+  const r = e.getBoundingClientRect(); return r.right > document.documentElement.clientWidth + 1 || r.left < -1; }).length"""
+
+
+@pytest.fixture
+def page_file(tmp_path: Path) -> Path:
+    """Two records side by side, one of them with void probes only."""
+    void = dataclasses.replace(comparison(), probes=[dataclasses.replace(p, void=VOID) for p in comparison().probes])
+    pairs = []
+    for name, made in (("azure-conv", comparison()), ("all-void", void)):
+        write(made, tmp_path / f"{name}.json")
+        pairs.append((name, read(tmp_path / f"{name}.json")))
+    path = tmp_path / "report.html"
+    path.write_text(render(pairs), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+async def test_the_report_opens_without_a_fault_and_fits(page_file: Path) -> None:
+    assert PROGRAM is not None
+    async with browser(PROGRAM) as page:
+        for width in (1280, 390):
+            for dark in (False, True):
+                await page.open(page_file.as_uri(), width, dark=dark)
+                assert page.troubles == []
+                assert await page.value("document.documentElement.scrollWidth") <= width
+                assert await page.value(OUTSIDE) == 0
+                assert await page.value(FIGURES) == 6
+                background = await page.value("getComputedStyle(document.body).backgroundColor")
+                assert background == ("rgb(20, 24, 28)" if dark else "rgb(255, 255, 255)")
+                assert await page.value("parseFloat(getComputedStyle(document.body).fontSize)") >= 14
+                picture = await page.picture()
+                assert len(picture) > 20_000
+                (page_file.parent / f"{width}-{'dark' if dark else 'light'}.png").write_bytes(picture)
