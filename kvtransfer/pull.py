@@ -90,8 +90,11 @@ class Puller:
         except RejectedChunkError as exc:
             error, reason = SplitpointError(Code.TRANSFER_FAILED, f"rejected, {exc.reason}: {exc}"), f"rejected.{exc.reason}"
         except TransportError as exc:
-            code = Code.WORKER_LOST if exc.reason == "peer_lost" else Code.TRANSFER_FAILED
-            error, reason = SplitpointError(code, f"transport {request.transport}, {exc.reason}: {exc}"), exc.reason
+            # A transport knows its own way to a peer and not the peer: that one may be reached another way.
+            error, reason = (
+                SplitpointError(Code.TRANSFER_FAILED, f"transport {request.transport}, {exc.reason}: {exc}"),
+                exc.reason,
+            )
         except BaseException:
             self._end(session, SessionEvent.FAIL, "fault")
             rt.metrics.failed(request.transport, "fault")

@@ -15,7 +15,16 @@ from enum import StrEnum
 import numpy as np
 
 from kvtransfer.memory import as_host, copy_into
-from kvtransfer.transports.base import Memory, ReceiveChannel, SendChannel, Transport, TransportError
+from kvtransfer.transports.base import (
+    ChecksAsItLands,
+    Memory,
+    ReadByPeer,
+    ReadsPeer,
+    ReceiveChannel,
+    SendChannel,
+    Transport,
+    TransportError,
+)
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 
@@ -123,6 +132,11 @@ class FaultySendChannel:
         self._closed.set()
         await self._inner.close()
 
+    def peer_done(self) -> None:
+        """As `ReadByPeer`; nothing where the receiver does not read this side's memory."""
+        if isinstance(self._inner, ReadByPeer):
+            self._inner.peer_done()
+
 
 def _cut(response: pb.FetchResponse) -> pb.FetchResponse:
     """One byte short: of the payload where the stream carries it, of the announcement where it does not."""
@@ -143,6 +157,7 @@ class FaultyReceiveChannel:
         self._messages = 0
         self._bytes = 0
         self._flip = False
+        self._flipped: set[int] = set()
         self._landing: Memory = None
 
     async def accept(
@@ -160,7 +175,20 @@ class FaultyReceiveChannel:
         if header is not None and self._flip:
             self._flip = False
             self._owner.flip(self._landing)
+            self._flipped.add(header.index)
         return header
+
+    @property
+    def reads_peer(self) -> bool:
+        """As `ReadsPeer`."""
+        return isinstance(self._inner, ReadsPeer) and self._inner.reads_peer
+
+    def landed_crc32c(self, index: int) -> int | None:
+        """As `ChecksAsItLands`. What was flipped afterwards has to be looked at again."""
+        if not isinstance(self._inner, ChecksAsItLands):
+            return None
+        value = self._inner.landed_crc32c(index)
+        return None if index in self._flipped else value
 
     async def drained(self, timeout_s: float) -> bool:
         return await self._inner.drained(timeout_s)

@@ -49,10 +49,13 @@ async def test_each_fault_ends_in_right_bytes_or_an_error(fault: Fault, message:
         await pair.settled()
 
 
+@pytest.mark.parametrize("scheme", ["inproc", "ucx"])
 @pytest.mark.parametrize("fault", Fault)
-async def test_each_fault_beside_the_stream(fault: Fault) -> None:
-    async with faulty_pair("inproc", at_message(1, fault)) as pair:
-        ok = await survives(pair, pair.transfer(160, "inproc"))
+async def test_each_fault_beside_the_stream(fault: Fault, scheme: str) -> None:
+    if scheme == "ucx":
+        pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
+    async with faulty_pair(scheme, at_message(1, fault)) as pair:
+        ok = await survives(pair, pair.transfer(160, scheme))
         assert ok == (fault in (Fault.DELAY,))
         await pair.settled()
 
