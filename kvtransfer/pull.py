@@ -11,28 +11,21 @@ from typing import Any
 
 import grpc
 
+from kvtransfer.completion import Completer
 from kvtransfer.machine import Refusal
-from kvtransfer.peers import Peers
 from kvtransfer.plan import Fit
 from kvtransfer.rearrange import clear_beyond, fit_blocks
 from kvtransfer.rpc import is_peer_lost
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.session import ReceiveSession, RejectedChunkError, SessionEvent
 from kvtransfer.sources import Source, Sources, find_sources
-from kvtransfer.transports.base import ChecksAsItLands, Memory, ReadsPeer, ReceiveChannel, Transport, TransportError
+from kvtransfer.transports.base import ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
 from kvtransfer.waiting import Copies
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-FetchCall = Any
-"""grpc.aio's stream of `FetchResponse`."""
-COMPLETE_TIMEOUT_S = 2.0
-COMPLETE_PAUSE_S = 1.0
-COMPLETE_AGAIN_S = 600.0
-"""How long a sender whose memory was read from here is told so again and again while its process lives: its slot waits for it."""
 
 
 @dataclass(slots=True)
@@ -50,10 +43,7 @@ class Puller:
 
     def __init__(self, runtime: NodeRuntime) -> None:
         self._rt = runtime
-
-    @property
-    def _peers(self) -> Peers:
-        return self._rt.peers
+        self._completer = Completer(runtime)
 
     async def pull(self, request: pb.PullRequest) -> pb.PullResponse:
         """The whole of one `Pull`. Cancelling it, or releasing the transfer, ends its task, its stream and its channel; the
@@ -204,11 +194,11 @@ class Puller:
                 if source.call is not None:
                     if source.outcome != "delivered":
                         source.call.cancel()
-                    rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._complete(request, source))
+                    rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._completer.complete(request, source))
                 rt.tasks.spawn(f"drain {session.transfer_id.hex()}", self._drain(session, source, copies))
         if rt.rank == 0:
             for endpoint in sources.unneeded:
-                rt.tasks.spawn(f"unneeded {session.transfer_id.hex()}", self._unneeded(request, endpoint))
+                rt.tasks.spawn(f"unneeded {session.transfer_id.hex()}", self._completer.unneeded(request, endpoint))
         seconds = max(p.last_at for p in progresses) - min(p.first_at for p in progresses)
         num_bytes = sum(source.transfer.total_bytes for source in sources.each)
         seals = session.seals
@@ -325,72 +315,6 @@ class Puller:
             raise TransportError("closed", "the session has no slot")
         offset = session.hold.slot.offset
         return self._rt.receive_memory[offset + start : offset + end]
-
-    async def _complete(self, request: pb.PullRequest, source: Source) -> None:
-        """Tell the sender how it ended. When that fails its lease ends by release or expiry. A sender whose memory was read hears
-        it after the last read, and is told again while it may only be slow: its slot is held until then."""
-        channel, outcome, endpoint = source.channel, source.outcome, source.endpoint
-        reader = channel if isinstance(channel, ReadsPeer) and channel.reads_peer else None
-        if channel is not None and reader is not None:
-            if outcome != "delivered":
-                await channel.close()
-            while not await channel.drained(DRAIN_POLL_S):
-                pass
-        give_up_at = self._rt.now() + COMPLETE_AGAIN_S
-        message = pb.CompleteRequest(grant=request.grant, outcome=outcome, receiver_rank=source.receiver_rank)
-        if outcome == "delivered":
-            await self._end_of_stream(source.call)
-        while True:
-            try:
-                async with self._peers.use(endpoint) as (stub, _):
-                    try:
-                        await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
-                        return
-                    except grpc.aio.AioRpcError as exc:
-                        raise from_rpc_error(exc) from exc
-            except SplitpointError as error:
-                another = error.code is Code.INCOMPATIBLE_PEER
-                if reader is not None and reader.reads_peer and not another and self._rt.now() < give_up_at:
-                    self._rt.metrics.event("complete_again")
-                    await asyncio.sleep(COMPLETE_PAUSE_S)
-                    continue
-                self._rt.metrics.event("complete_failed")
-                logger.warning(
-                    "transfer %s: %s did not hear %r: %s", request.grant.transfer_id.hex(), endpoint.address, outcome, error
-                )
-                return
-
-    async def _end_of_stream(self, call: FetchCall) -> None:
-        """Let the sender end a stream that has brought everything: cancelling it would look like a receiver that left."""
-        try:
-            async with asyncio.timeout(COMPLETE_TIMEOUT_S):
-                while await call.read() is not grpc.aio.EOF:
-                    self._rt.metrics.late("chunk")
-        except TimeoutError:
-            self._rt.metrics.event("stream_not_ended")
-        except grpc.aio.AioRpcError as exc:
-            # Everything has come; the word of it may still arrive.
-            self._rt.metrics.event("stream_broken_after_its_end")
-            logger.info("a stream broke after its last chunk: %s", exc.code())
-        finally:
-            call.cancel()
-
-    async def _unneeded(self, request: pb.PullRequest, endpoint: pb.RankEndpoint) -> None:
-        """Tell a sender whose heads others hold too that nobody will fetch. Only after a delivery: by then it has its lease."""
-        rt = self._rt
-        rt.metrics.event("sender_unneeded")
-        message = pb.CompleteRequest(grant=request.grant, outcome="unneeded", receiver_rank=rt.rank)
-        try:
-            async with self._peers.use(endpoint) as (stub, _):
-                try:
-                    await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
-                except grpc.aio.AioRpcError as exc:
-                    raise from_rpc_error(exc) from exc
-        except SplitpointError as error:
-            rt.metrics.event("complete_failed")
-            logger.warning(
-                "transfer %s: %s did not hear %r: %s", request.grant.transfer_id.hex(), endpoint.address, message, error
-            )
 
     async def _drain(self, session: ReceiveSession, source: Source, copies: Copies) -> None:
         """Hold the slot until the channel, and a copy inside the slot, can write into it no more (rule 13)."""
