@@ -14,6 +14,8 @@ from coordinator.planning.values import RefusedValueError, at_least, positive, s
 MIX_TOLERANCE = 0.1
 """Two length mixes are the same when mean input and mean output differ by at most this share."""
 MIN_SEEDS = 3
+MAX_REPLICAS = 1_000_000
+"""Beyond this a value was mistyped."""
 ARMS = ("split", "colocated")
 
 
@@ -104,6 +106,8 @@ def plan_capacity(
     at_least("--spares", spares, 0)
     at_least("--accelerators-per-replica", accelerators_per_replica, 1)
     at_least("--accelerators-per-server", accelerators_per_server, 1)
+    if rate_per_s > MAX_REPLICAS * replica_rate_per_s * headroom:
+        raise RefusedValueError("--rate", f"would take more than {MAX_REPLICAS:,} replicas of {replica_rate_per_s:g} requests/s")
     # A hair of rounding must not buy a replica: 5.6 / (8 x 0.7) is one.
     replicas = max(1, math.ceil(rate_per_s / (replica_rate_per_s * headroom) - 1e-9))
     total = replicas + spares

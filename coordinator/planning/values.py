@@ -57,7 +57,7 @@ def format_bytes(option: str, name: str) -> Fraction:
 
 def parse_count(option: str, text: str) -> int:
     """`"500B"`, `"1.5T"`, `"135M"`, `"8e9"` as a whole number, powers of 1000. Raises `RefusedValueError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise RefusedValueError(option, f"{text!r} is not a count such as 500B, 1.5T or 8e9")
     value = Fraction(match[1]) * 1000 ** " KMBT".index(match[2].upper() or " ")

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coordinator import cli
@@ -357,6 +359,49 @@ class TestDescription:
     def test_bad_arguments(self, rate: float, cache: list[int]) -> None:
         with pytest.raises(ValueError, match=r"must be|at least"):
             describe(synthetic().shapes(1), rate_per_s=rate, cache_tokens=cache)
+
+
+LENGTHS = st.one_of(
+    st.builds(lambda n: {"kind": "fixed", "tokens": n}, st.integers(1, 300)),
+    st.builds(lambda a, b: {"kind": "uniform", "low": min(a, b), "high": max(a, b)}, st.integers(1, 99), st.integers(1, 99)),
+    st.builds(lambda m, s: {"kind": "lognormal", "median": m, "sigma": s, "high": 400}, st.integers(1, 99), st.floats(0, 3)),
+)
+ARRIVALS = st.one_of(
+    st.sampled_from([{"kind": "even"}, {"kind": "poisson"}]),
+    st.builds(lambda cv: {"kind": "gamma", "cv": cv}, st.floats(0.1, 8)),
+    st.builds(lambda size: {"kind": "bursts", "size": size}, st.floats(1, 50)),
+)
+PREFIXES = st.one_of(
+    st.none(),
+    st.builds(lambda n, k: {"kind": "pool", "count": n, "tokens": k}, st.integers(1, 9), st.integers(4, 99)),
+    st.builds(
+        lambda n, k, s: {"kind": "turns", "turns": n, "open": k, "system": s},
+        st.integers(2, 5),
+        st.integers(1, 4),
+        st.integers(0, 40),
+    ),
+)
+
+
+@settings(max_examples=60)
+@given(LENGTHS, LENGTHS, ARRIVALS, PREFIXES, st.integers(1, 40), st.one_of(st.none(), st.integers(4, 200)), st.integers(0, 9))
+def test_whatever_is_specified_is_a_workload_that_can_be_sent(
+    input_: Any, output: Any, arrivals: Any, prefix: Any, requests: int, limit: int | None, seed: int
+) -> None:
+    spec = {"kind": "synthetic", "input": input_, "output": output, "arrivals": arrivals, "prefix": prefix, "requests": requests}
+    shapes = Material(check({**spec, "max_input_tokens": limit})).shapes(seed)
+    made = materialise(shapes).salted("s")
+    for shape, request in zip(shapes.requests, made.requests, strict=True):
+        assert shape.gap >= 0
+        assert len(request.prompt_token_ids) == shape.input_tokens >= SALT_TOKENS
+        assert limit is None or shape.input_tokens <= limit
+        assert sum(segment.tokens for segment in shape.shared) <= shape.input_tokens
+        assert request.output_tokens >= 1
+    for first, second in itertools.combinations(zip(shapes.requests, made.requests, strict=True), 2):
+        pairs = zip(first[0].shared, second[0].shared, strict=False)
+        common = sum(a.tokens for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        assert first[1].prompt_token_ids[:common] == second[1].prompt_token_ids[:common]
+    assert 0 <= hit_share(shapes.requests) <= 1
 
 
 class TestSpecification:
