@@ -30,8 +30,9 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # the pause after a failure, which grows to two minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Not a pause, whatever its name: how long one attempt to connect may take. A distant peer answers after several hundred.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_receive_message_length", -1),
 ]
 # Payload leaves a node's server and never enters it: whoever sends it more than a few addresses is no peer.

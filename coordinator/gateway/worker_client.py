@@ -283,7 +283,8 @@ def _channel_options(settings: WorkerClientSettings) -> list[tuple[str, int]]:
         # A channel of its own: a shared subchannel's reconnection backoff would stretch ours.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", int(settings.backoff_initial_s * 1000)),
-        ("grpc.min_reconnect_backoff_ms", int(settings.backoff_initial_s * 1000)),
+        # Not a pause, whatever its name: how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", int(settings.connect_timeout_s * 1000)),
         ("grpc.enable_retries", 0),
         # A proxy in the environment is for the outside; workers are inside.
         ("grpc.enable_http_proxy", 0),

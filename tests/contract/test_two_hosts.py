@@ -85,13 +85,15 @@ async def test_a_node_that_advertises_what_does_not_lead_to_it_does_not_start() 
 async def test_ten_megabit_per_second() -> None:
     """What fits into the time arrives, what does not is refused at the deadline, and the next one arrives again."""
     async with two_hosts() as (p, d), kernel_link(p, d, mbit=10):
-        endpoint = await start(p, d)
+        staging = {f"{pool}_staging_bytes": 1024 * BLOCK_BYTES for pool in ("send", "receive")}
+        endpoint = await start(p, d, **staging)
         for transport in TRANSPORTS:
             await Crossing(p, d, endpoint, transport, 100).whole(40)  # 0.8 MB take 0.66 s at least
-            error = await outcome(Crossing(p, d, endpoint, transport, 240), 1.0)  # 2 MB take 1.6 s at least
+            error = await outcome(Crossing(p, d, endpoint, transport, 900), 3.0)  # 7.4 MB take 5.9 s at least
             assert error is not None
-            assert error.code is Code.DEADLINE_EXCEEDED
-            await settled(p, d, timeout_s=20)
+            # What the one before left in the link's queues may also silence this one for its progress time-out.
+            assert error.code in (Code.DEADLINE_EXCEEDED, Code.TRANSFER_FAILED), error
+            await settled(p, d, timeout_s=30)
         for transport in TRANSPORTS:
             await Crossing(p, d, endpoint, transport, 20).whole(40)
         await settled(p, d, timeout_s=20)
@@ -124,7 +126,7 @@ async def test_a_partition_in_one_direction(silent: str) -> None:
         endpoint = await start(p, d, progress_timeout_s=2.0)
         for transport in TRANSPORTS:
             await Crossing(p, d, endpoint, transport, 10).whole(30)
-        async with under_way(p, d, endpoint, 5) as (crossings, pulls):
+        async with under_way(p, d, endpoint, 12) as (crossings, pulls):
             if silent == "prefill":
                 await link.set(forth=CUT)
             else:
@@ -163,11 +165,13 @@ async def under_way(
 
 
 async def eventually(p: Host, d: Host, endpoint: bytes, transport: str) -> None:
-    """A connection that broke takes a moment to be known as broken; until then attempts may fail, each with its reason."""
+    """A connection that broke takes a moment to be known as broken; until then attempts may fail, each with its reason, and are
+    released, as a gateway does."""
     ends = []
     async with asyncio.timeout(40):
-        while (end := await outcome(Crossing(p, d, endpoint, transport, 10), 10)) is not None:
+        while (end := await outcome(crossing := Crossing(p, d, endpoint, transport, 10), 10)) is not None:
             ends.append(end)
+            await p.call("release", crossing.id)
     assert len(ends) <= 3, ends
 
 
