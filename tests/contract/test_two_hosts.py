@@ -118,6 +118,23 @@ async def test_200_ms_of_delay_and_2_percent_loss() -> None:
 
 
 @needs_relay
+async def test_a_gateway_reaches_a_distant_worker_and_not_one_that_is_cut_off() -> None:
+    """A round trip of 400 ms; then a worker that hears and cannot answer."""
+    prompt, patient = list(range(10, 30)), {"connect_timeout_s": 10.0}
+    async with two_hosts() as (gateway, d), relay_link(gateway, d) as link:
+        address_of_d, incarnation = await d.call("serve", address(1))
+        near = await gateway.call("ask", address_of_d, incarnation, prompt, patient)
+        far = Way(delay_s=0.2)
+        await link.set(forth=far, back=far)
+        assert await gateway.call("ask", address_of_d, incarnation, prompt, patient) == near
+        assert len(near) == 8
+        await link.set(back=CUT)
+        with pytest.raises(SplitpointError) as lost:
+            await gateway.call("ask", address_of_d, incarnation, prompt, {"connect_timeout_s": 1.0})
+        assert lost.value.code is Code.WORKER_LOST
+
+
+@needs_relay
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
 async def test_a_partition_in_one_direction(silent: str) -> None:
     """Cut amid a transfer: its receiver gets an error by its deadline, both sides give everything back while it lasts, and

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import time
 from typing import Any
 
 import numpy as np
 
+from coordinator.gateway.client_config import WorkerClientSettings
+from coordinator.gateway.worker_client import WorkerClient
+from engine.sampling import SamplingParams
+from engine.worker.config import WorkerSettings
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control import RankControl
 from kvtransfer.node import KvNode
-from protos.ids import new_capability, new_transfer_id, token_hash
+from protos.errors import SplitpointError
+from protos.ids import AttemptId, Incarnation, WorkerId, new_capability, new_transfer_id, token_hash
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import worker_pb2
 from tests.support.kv_nodes import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, make_node, prompt_bytes, small_settings
 from tests.support.netns import Commands, Host
+from tests.support.workers import SimWorker, colocated_leg, start_worker
 
 # What a host forks from has imported everything: it costs a test a fraction of a second.
 multiprocessing.set_forkserver_preload(["tests.support.netns_node", "kvtransfer.transports.ucx"])
@@ -26,6 +34,7 @@ class Agent:
     def __init__(self) -> None:
         self._node: KvNode | None = None
         self._control: RankControl | None = None
+        self._worker: SimWorker | None = None
 
     async def start(self, settings: dict[str, Any], incarnation: str = "") -> bytes:
         node = make_node(KvTransferSettings(**settings), incarnation=incarnation)
@@ -79,6 +88,38 @@ class Agent:
     async def status(self) -> bytes:
         return self.node.status().SerializeToString()
 
+    async def serve(self, host: str) -> tuple[str, str]:
+        """Start a simulated worker that listens at `host`; its address and incarnation."""
+        self._worker = await start_worker(None, worker_settings=WorkerSettings(bind_host=host, advertise_host=host))
+        return self._worker.address, str(self._worker.server.identity.incarnation)
+
+    async def ask(self, address: str, incarnation: str, prompt: list[int], settings: dict[str, Any]) -> list[int]:
+        """One request to a worker, as a gateway sends it: the tokens. Raises `SplitpointError` with the leg's failure."""
+        client = WorkerClient(
+            worker_id=WorkerId("w"),
+            incarnation=Incarnation(incarnation),
+            address=address,
+            settings=WorkerClientSettings(**settings),
+            clock=time.monotonic,
+        )
+        events: asyncio.Queue[worker_pb2.LegEvent] = asyncio.Queue()
+        leg = colocated_leg(prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+        client.start()
+        try:
+            request = worker_pb2.StreamRequest(colocated=leg)
+            client.open(AttemptId(leg.header.attempt_id), request, lambda event, _: events.put_nowait(event))
+            tokens: list[int] = []
+            while True:
+                event = await events.get()
+                kind = event.WhichOneof("event")
+                if kind == "failed":
+                    raise SplitpointError.from_proto(event.failed)
+                if kind == "finished":
+                    return [*tokens, *event.finished.last.token_ids]
+                tokens += event.tokens.token_ids
+        finally:
+            await client.close()
+
     async def transports(self) -> tuple[str, ...]:
         return self.node.transports
 
@@ -96,7 +137,7 @@ class Agent:
 def agent() -> Commands:
     """The commands of a host."""
     made = Agent()
-    names = ("start", "stop", "reserve", "gather", "pull", "scatter", "release", "status", "transports")
+    names = ("start", "stop", "reserve", "gather", "pull", "scatter", "release", "status", "transports", "serve", "ask")
     return {name: getattr(made, name) for name in names}
 
 
