@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.compare.load import Probe, Slo
+from coordinator.compare.paired import Paired
 from coordinator.compare.summary import ArmSummary
 from coordinator.compare.verdict import Judgement
 from coordinator.compare.workload import WorkloadSpec
@@ -24,10 +25,11 @@ SCHEMA_VERSION = 1
 class Record:
     """`kind` is "quick". `unloaded` and `loaded` hold one summary per path. `notes` says what was cut or left out, and why.
 
-    `lengths` holds mean, p50, p95 and extremes of `input` and `output` over all seeds; `source` the specification that the
-    workloads were made from, empty for the built-in one. `knees` holds, per seed, each arm's goodput or why there is none.
-    `manifest` is the system's own, empty when it was not to be had. `client_nice` is the load client's niceness; below 0 it ran
-    before the system under test where both were ready.
+    `paired` is about requests that both paths answered; `priors` is what is usually so. `lengths` holds mean, p50, p95 and
+    extremes of `input` and `output` over all seeds; `source` the specification that the workloads were made from, empty for the
+    built-in one. `knees` holds, per seed, each arm's goodput or why there is none. `manifest` is the system's own, empty when it
+    was not to be had. `client_nice` is the load client's niceness; below 0 it ran before the system under test where both were
+    ready.
     """
 
     kind: str
@@ -45,6 +47,8 @@ class Record:
     knees: list[dict[str, Any]]
     probes: list[Probe]
     judgement: Judgement
+    paired: Paired | None = None
+    priors: list[str] = field(default_factory=list)
     lengths: dict[str, dict[str, float]] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)

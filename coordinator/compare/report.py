@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.compare.paired import Paired
 from coordinator.compare.record import Record
 from coordinator.compare.summary import STAGES, ArmSummary, Spread
 from coordinator.compare.verdict import Verdict
@@ -27,10 +28,22 @@ def show(record: Record, console: Console) -> None:
         f"{multiples['ttft']:g} and {multiples['tpot']:g} times the unloaded colocated median",
         highlight=False,
     )
+    if record.paired is not None:
+        console.print(paired_line(record.paired), markup=False, highlight=False, soft_wrap=True)
+    for line in record.priors:
+        console.print(f"usually: {line}", markup=False, highlight=False, soft_wrap=True)
     for note in record.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     style = STYLES[record.judgement.verdict]
     console.print(record.judgement.sentence(), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def paired_line(found: Paired) -> str:
+    """For how many requests splitting lost, one line."""
+    return (
+        f"request by request, splitting lost for {found.lost} of {found.requests}: "
+        f"E2E {found.median_s * 1e3:+.1f} ms in the median, {found.p90_s * 1e3:+.1f} ms at p90"
+    )
 
 
 def latency_table(title: str, arms: list[ArmSummary]) -> Table:

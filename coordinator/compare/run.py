@@ -24,7 +24,9 @@ from coordinator.compare.load import (
     run_probe,
 )
 from coordinator.compare.notes import NOT_MEASURED, knee_notes, to_settle, void_notes
+from coordinator.compare.paired import paired
 from coordinator.compare.plan import TAIL_E2ES, QuickPlan, plan_quick
+from coordinator.compare.priors import priors
 from coordinator.compare.record import Record, utc_now, write
 from coordinator.compare.sources import Material
 from coordinator.compare.stats import knee, log_ratios
@@ -130,6 +132,8 @@ async def compare_paths(client: Client, *, target: str, model: str, budget_s: fl
         workloads=[workload.spec for workload in sent],
         workload_digests={str(workload.spec.seed): workload.source_digest or workload.digest for workload in sent},
         lengths=lengths(sent),
+        paired=paired(probes),
+        priors=_priors(slo, calibration, sent),
         slo=slo,
         slo_multiples={"ttft": TTFT_MULTIPLE, "tpot": TPOT_MULTIPLE},
         rates_per_s=list(plan.rates_per_s),
@@ -217,6 +221,19 @@ async def _run_plan(
         probes.append(probe)
     say("done", 1.0)
     return probes, []
+
+
+def _priors(slo: Slo, calibration: Calibration, sent: Sequence[Workload]) -> list[str]:
+    base = summarise("colocated", calibration.outcomes["colocated"], None)
+    if base.ttft is None or base.tpot is None or min(base.ttft.p50, base.tpot.p50) <= 0:
+        return []
+    return priors(
+        tpot_slo_s=slo.tpot_s,
+        unloaded_tpot_s=base.tpot.p50,
+        ttft_slo_s=slo.ttft_s,
+        unloaded_ttft_s=base.ttft.p50,
+        mean_output_tokens=lengths(sent)["output"]["mean"],
+    )
 
 
 def short_prompts(seed: int, requests: int) -> Workload:

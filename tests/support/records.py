@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 from coordinator.compare.load import Outcome, Probe, Slo
+from coordinator.compare.paired import paired
+from coordinator.compare.priors import priors
 from coordinator.compare.record import Record
 from coordinator.compare.summary import STAGES, arm
 from coordinator.compare.verdict import judge
@@ -61,6 +63,8 @@ def comparison(**changes: Any) -> Record:
         workloads=[SPEC],
         workload_digests={"1": make(SPEC).digest},
         lengths=lengths([make(SPEC)]),
+        paired=paired(probes),
+        priors=priors(tpot_slo_s=0.05, unloaded_tpot_s=0.02, ttft_slo_s=0.5, unloaded_ttft_s=0.1, mean_output_tokens=4),
         slo=SLO,
         slo_multiples={"ttft": 4.0, "tpot": 2.5},
         rates_per_s=[1.0, 4.0],

@@ -71,7 +71,7 @@ class TestPage:
         assert page.tags.count("svg") == 5
         for word in (
             "splitting serves more", "TTFT under load", "ITL under load", "Where the time went", "a note", VOID, "prefill queue",
-            "above the highest rate tried", make(SPEC).digest,
+            "above the highest rate tried", make(SPEC).digest, "Splitting lost for", "usually break-even",
         ):  # fmt: skip
             assert word in page.words, word
 

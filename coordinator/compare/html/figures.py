@@ -109,6 +109,25 @@ def goodputs(record: Record) -> list[list[str]]:
     return rows
 
 
+def losses(record: Record) -> tuple[str, list[list[str]]]:
+    """One line about all requests, and a row for each of those that lost most; "" and none where nothing was paired."""
+    found = record.get("paired")
+    if not found:
+        return "", []
+    line = (
+        f"Splitting lost for {found['lost']} of {found['requests']} requests: E2E {_signed(found['median_s'])} ms in the median, "
+    )
+    line += f"{_signed(found['p90_s'])} ms at p90."
+    return line, [
+        [
+            f"{loss['seed']} / {loss['rate_per_s']:.3g} / {loss['index']}",
+            str(loss["output_tokens"]),
+            *(_signed(loss[key]) for key in ("e2e_s", "ttft_s", "tpot_s")),
+        ]
+        for loss in found["worst"]
+    ]
+
+
 def sentence(judgement: Mapping[str, Any]) -> str:
     """The verdict for people, from its record."""
     text = f"{judgement['verdict']}: {judgement['reason']}"
@@ -160,6 +179,10 @@ def _knee(found: Mapping[str, Any]) -> str:
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value * 1e3:.1f}"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:+.1f}"
 
 
 def _spread(found: Mapping[str, float] | None) -> str:

@@ -55,6 +55,8 @@ def _report(name: str, record: figures.Record) -> dict[str, Any]:
         "paths": [arm["path"] for arm in record["loaded"]],
         "latencies": figures.latencies(record),
         "goodputs": figures.goodputs(record),
+        "losses": figures.losses(record),
+        "priors": record.get("priors", []),
         "void": figures.void_probes(record),
         "probes": len(record["probes"]),
         "workload": workload,
