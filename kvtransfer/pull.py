@@ -81,10 +81,8 @@ class Puller:
             error, reason = SplitpointError(Code.TRANSFER_FAILED, f"rejected, {exc.reason}: {exc}"), f"rejected.{exc.reason}"
         except TransportError as exc:
             # A transport knows its own way to a peer and not the peer: that one may be reached another way.
-            error, reason = (
-                SplitpointError(Code.TRANSFER_FAILED, f"transport {request.transport}, {exc.reason}: {exc}"),
-                exc.reason,
-            )
+            text = f"transport {request.transport}, {exc.reason}: {exc}"
+            error, reason = SplitpointError(Code.TRANSFER_FAILED, text), exc.reason
         except BaseException:
             self._end(session, SessionEvent.FAIL, "fault")
             rt.metrics.failed(request.transport, "fault")

@@ -60,8 +60,10 @@ async def require_control_token(context: Any, token: str) -> None:
 
 
 def is_peer_lost(exc: grpc.RpcError) -> bool:
-    """The connection is gone, as opposed to an answer that refuses."""
-    return bool(exc.code() is grpc.StatusCode.UNAVAILABLE and not exc.trailing_metadata())
+    """The connection is gone or its server stops, as opposed to an answer that refuses. A call that this side has cancelled ends
+    otherwise, with `CancelledError`."""
+    gone = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return bool(exc.code() in gone and not exc.trailing_metadata())
 
 
 def host_port(host: str, port: int) -> str:
