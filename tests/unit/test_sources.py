@@ -297,6 +297,15 @@ class TestPrompts:
         with pytest.raises(WorkloadError, match=why):
             parse_prompts(text)
 
+    def test_the_models_own_tokenizer_reads_the_text(self, tmp_path: Path, checkpoint: Path) -> None:
+        (tmp_path / "p.jsonl").write_text('{"prompt": "The capital of France is"}\n{"prompt": "The capital of Italy is"}\n')
+        (tmp_path / "w.toml").write_text(f'kind = "prompts"\nfile = "p.jsonl"\nrequests = 2\ntokenizer = "{checkpoint}"\n')
+        made = read(tmp_path / "w.toml").workload(1, 2)
+        first, second = (request.prompt_token_ids[SALT_TOKENS:] for request in made.requests)
+        assert first[:3] == second[:3]
+        assert first != second
+        assert len(first) == len(second) == 5
+
     def test_text_needs_a_tokenizer(self, tmp_path: Path) -> None:
         (tmp_path / "p.jsonl").write_text(self.LINES)
         (tmp_path / "w.toml").write_text('kind = "prompts"\nfile = "p.jsonl"\n')
