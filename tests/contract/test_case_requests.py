@@ -223,6 +223,22 @@ async def test_around_one_sides_limit_an_answer_is_right_or_a_client_error(limit
         assert not made.under_test.core.router.breakers
 
 
+async def test_a_decode_that_refuses_every_transfer_leaves_prefill_empty() -> None:
+    """It has not the room that its description promised: each refusal comes while prefill computes or has sealed."""
+    async with rig_of({}, {"staging_blocks": 8}) as made:
+        promising = [replace(view, max_transfer_tokens=512) for view in made.views]
+        made.under_test.members(promising)
+        prompts = [[(n * 17 + i) % 900 + 3 for i in range(100)] for n in range(10)]
+        expected = [(await made.answer(prompt=p, path="colocated", **OPTIONS)).tokens for p in prompts]
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            reader = await made.answer(prompt=prompt, path="split", **OPTIONS)
+            assert reader.tokens == tokens
+            assert reader.ledger.recomputed or reader.ledger.path == "colocated"
+            async with asyncio.timeout(5):
+                await made.idle()
+        assert made.under_test.metric("retries_total", reason="transfer_refused") > 0
+
+
 @pytest.mark.parametrize("strict", [False, True])
 async def test_one_prefill_of_ten_that_fails_costs_its_own_request_alone(strict: bool) -> None:
     p, d = workers = pool()

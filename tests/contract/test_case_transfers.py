@@ -9,15 +9,20 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control import RankControl
+from kvtransfer.layout import PROTOCOL_VERSION
 from kvtransfer.node import KvNode
+from kvtransfer.rpc import control_metadata
 from kvtransfer.transports import base
 from kvtransfer.transports.faulty import Fault, FaultyTransport
 from protos.errors import Code, SplitpointError
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
 from tests.support.kv_nodes import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -25,6 +30,7 @@ from tests.support.kv_nodes import (
     NodePair,
     Transfer,
     assert_scattered,
+    compatibility,
     complete,
     error_of,
     fresh,
@@ -308,3 +314,42 @@ async def test_a_sender_with_other_layers_is_refused_by_name() -> None:
         assert not np.any(pair.receivers[0]._rt.receive_memory), "not a byte has come"
         await pair.send_control.release(transfer.id, "test")
         await pair.settled(15.0)
+
+
+async def test_a_peer_whose_fingerprint_is_not_that_of_its_fields_is_refused(pair: NodePair) -> None:
+    node = pair.senders[0]
+    request = pb.HandshakeRequest(
+        protocol_version=PROTOCOL_VERSION,
+        fingerprint=b"of something else" + bytes(15),
+        compatibility=compatibility(),
+        expected_incarnation=node.endpoint.incarnation,
+    )
+    async with grpc.aio.insecure_channel(node.endpoint.address) as channel:
+        response = await pb_grpc.KvTransferServiceStub(channel).Handshake(request, timeout=20)
+    assert not response.accepted
+    assert response.mismatch.startswith("fingerprint:")
+    assert node.counters()["refused.handshake"] == 1
+
+
+async def test_a_pull_of_something_else_than_staging_was_prepared_for_is_refused(pair: NodePair) -> None:
+    transfer = pair.transfer(64)
+    await transfer.reserve()
+    assert transfer.gather()
+    request = pb.PullRequest(
+        grant=transfer.grant,
+        sender=pair.senders[0].endpoint,
+        prompt_tokens=64,
+        token_hash=transfer.hash,
+        transport="grpc",
+        remaining_s=20.0,
+    )
+    async with grpc.aio.insecure_channel(pair.receivers[0].endpoint.address) as channel:
+        stub, metadata = pb_grpc.KvControlServiceStub(channel), control_metadata(TOKEN)
+        await stub.PreparePull(pb.PreparePullRequest(pull=request), metadata=metadata, timeout=20)
+        assert pair.receivers[0].status().receive.used_bytes == 4 * BLOCK_BYTES
+        request.token_hash = bytes(32)
+        with pytest.raises(grpc.aio.AioRpcError, match="prepared for"):
+            await stub.Pull(request, metadata=metadata, timeout=20)
+    assert transfer.scatter() == [None]
+    await pair.send_control.release(transfer.id, "test")
+    await pair.settled(15.0)

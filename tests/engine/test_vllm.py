@@ -180,6 +180,15 @@ async def test_a_consumer_cancelled_at_any_point_of_submission_leaves_nothing(wo
     await worker.becomes_idle()
 
 
+async def test_a_lone_request_whose_slot_is_gone_ends_without_another_to_wake_the_engine(worker: Worker) -> None:
+    await worker.becomes_idle()
+    prompt = prompt_of(200, seed=41)
+    async with asyncio.timeout(WAIT_S):
+        run = await worker.run([*prompt, 7], GREEDY, KvReceive(new_transfer_id(), len(prompt)))
+    assert (run.finish_reason, run.token_ids) == ("error", [])
+    await worker.becomes_idle()
+
+
 async def test_a_dead_engine_core_ends_every_request_and_stop_clears_up(worker: Worker) -> None:
     """Last in the module: nothing lives afterwards."""
     streams = [worker.generate(prompt_of(20, seed=n), SamplingParams(max_tokens=500, ignore_eos=True)) for n in range(2)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.lease import Lease, LeaseTable
 from kvtransfer.plan import TransferPlan
-from kvtransfer.session import Expected, ReceiveSession, SessionState
+from kvtransfer.session import Expected, ReceiveSession, RejectedChunkError, SessionState
 from kvtransfer.sessions import SessionTable
 from kvtransfer.staging import Staging
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -125,3 +125,79 @@ def test_everything_ends_at_its_own_deadline_whatever_stands_before_it(lives_s: 
     assert send.used_bytes == (len(ids) - len(due)) * PAGE
     assert leases.expire(now) == []
     assert sessions.expire(now) == []
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
+def test_no_block_is_sent_before_its_own_copy_and_all_before_it_are_done(chunks: list[int], data: st.DataObject) -> None:
+    """Several chunks are being copied at once, and finish when they like: what may be sent ends at the first that runs."""
+    total = sum(chunks)
+    staging = Staging(total * BLOCK_BYTES, PAGE)
+    leases = LeaseTable(staging, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES)
+    slot = staging.allocate(total * BLOCK_BYTES)
+    assert slot is not None
+    lease = leases.reserve(
+        TRANSFER, CAPABILITY, prompt_tokens=total * BLOCK_TOKENS, token_hash=b"h", slot=slot, expires_at=FOREVER, now=0.0
+    )
+    assert isinstance(lease, Lease)
+    done = [False] * len(chunks)
+    ends = [sum(chunks[: place + 1]) for place in range(len(chunks))]
+
+    def settle() -> None:
+        """As the node does: the oldest copy first, each when it is done."""
+        while lease.gathers and (lease.gathers[0].ready is None or lease.gathers[0].ready()):
+            leases.settle(lease)
+
+    def check() -> None:
+        settle()
+        committed = [place for place, end in enumerate(ends) if end <= lease.committed_blocks]
+        running = next((place for place in committed if not done[place]), len(committed))
+        assert lease.staged_blocks == (ends[running - 1] if running else 0)
+
+    for place, count in enumerate(chunks):
+        assert leases.open_view(TRANSFER, ends[place] - count, count) is lease
+        ready = (lambda place=place: done[place]) if data.draw(st.booleans(), label="on a device") else None
+        done[place] = ready is None
+        last = place == len(chunks) - 1
+        leases.commit(TRANSFER, ends[place] - count, count, last=last, ready=ready, now=0.0)
+        check()
+        if data.draw(st.booleans(), label="a copy ends"):
+            done[data.draw(st.integers(0, place), label="which")] = True
+            check()
+    done[:] = [True] * len(chunks)
+    check()
+    assert lease.staged_blocks == total
+
+
+def test_a_capability_serves_the_receivers_that_were_announced_and_no_more() -> None:
+    staging = Staging(4 * PAGE, PAGE)
+    leases = LeaseTable(staging, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES)
+    slot = staging.allocate(2 * BLOCK_BYTES)
+    assert slot is not None
+    lease = leases.reserve(TRANSFER, CAPABILITY, prompt_tokens=8, token_hash=b"h", slot=slot, expires_at=FOREVER, now=0.0)
+
+    def fetch(receiver: int, receivers: int) -> bool:
+        return leases.fetch(TRANSFER, CAPABILITY, 1.0, receiver=receiver, receivers=receivers) is lease
+
+    assert not fetch(4, 0)
+    assert fetch(4, 2)
+    assert not fetch(4, 2), "once"
+    assert not fetch(5, 1), "one more than the first one said"
+    assert not fetch(5, 3), "another number than the first one said"
+    assert fetch(5, 2)
+    assert not fetch(6, 2), "a third of two"
+    assert leases.counters == {"receivers": 3, "fetch_again": 2}
+
+
+def test_an_empty_chunk_is_rejected() -> None:
+    """One after the other they would never end."""
+    staging = Staging(4 * PAGE, PAGE)
+    sessions = SessionTable(staging)
+    session, slot = sessions.open(TRANSFER, expires_at=FOREVER, now=0.0), staging.allocate(2 * BLOCK_BYTES)
+    assert isinstance(session, ReceiveSession)
+    assert slot is not None
+    plan = TransferPlan(sender_rank=0, receiver_rank=0, prompt_tokens=8, num_blocks=2, block_bytes=BLOCK_BYTES)
+    expected = Expected(transfer_id=TRANSFER, plan=plan, token_hash=b"h", fingerprint=b"f", incarnation="i", checksum="crc32c")
+    sessions.begin(session, slot, expected)
+    with pytest.raises(RejectedChunkError) as caught:
+        session.announce(pb.ChunkHeader(transfer_id=TRANSFER, checksum=pb.Checksum(algorithm="crc32c")), 1.0)
+    assert caught.value.reason == "bytes"
