@@ -26,7 +26,7 @@ from coordinator import manifest
 from coordinator.config import Settings, gateway_port
 from coordinator.pools.ray_cluster import NAMESPACE, Cluster, joined
 from coordinator.routing.views import WorkerState
-from kvtransfer.rpc import is_loopback
+from kvtransfer.addresses import is_loopback
 from kvtransfer.tls import IN_TLS
 from protos.splitpoint.v1 import admin_pb2
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from kvtransfer.rpc import require_reachable
+from kvtransfer.addresses import require_reachable
 from kvtransfer.tls import TlsSettings, require_encrypted
 from kvtransfer.transport_choice import STATIC_ORDER
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 from pathlib import Path
 from typing import Any
@@ -69,20 +68,6 @@ def is_peer_lost(exc: grpc.RpcError) -> bool:
 def host_port(host: str, port: int) -> str:
     """As gRPC and URLs want it: an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether what is bound to `host` can be reached from this machine alone. A name other than `localhost` counts as not."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def require_reachable(bind_host: str, advertise_host: str) -> None:
-    """Raises `ValueError` when a server that listens everywhere tells peers an address that leads each of them to itself."""
-    if bind_host in ("0.0.0.0", "::") and is_loopback(advertise_host):
-        raise ValueError(f"advertise_host {advertise_host} leads other hosts to themselves; bind_host {bind_host} is for them")
 
 
 def host_id() -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
-import grpc.aio
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+if TYPE_CHECKING:
+    import grpc.aio
 
 IN_TLS = frozenset({"grpc", "inproc"})
 """Transports whose payload stays inside a TLS stream, or inside a process. Others move it beside the stream, unencrypted."""
@@ -78,6 +79,8 @@ def bind(server: grpc.aio.Server, address: str, tls: TlsSettings | None) -> int:
     """
     if tls is None:
         return int(server.add_insecure_port(address))
+    import grpc  # settings are read by commands that dial nobody
+
     tls.check()
     pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
     credentials = grpc.ssl_server_credentials([pair], root_certificates=tls.ca_file.read_bytes(), require_client_auth=True)
@@ -86,6 +89,9 @@ def bind(server: grpc.aio.Server, address: str, tls: TlsSettings | None) -> int:
 
 def channel(address: str, tls: TlsSettings | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
     """A channel to `address`; it connects when it is used. Raises `OSError` when the TLS files cannot be read."""
+    import grpc
+    import grpc.aio
+
     if tls is None:
         return grpc.aio.insecure_channel(address, options=list(options))
     credentials = grpc.ssl_channel_credentials(

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.manifest import git_commit, gpus, hardware, versions
-
 app = typer.Typer(no_args_is_help=True, help="Measure a part of the system.")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record, raw samples included.")]
@@ -71,6 +69,8 @@ def serve_path(
 def _finish(record: dict[str, Any], text: str, json_file: Path | None) -> None:
     sys.stdout.write(text + "\n")
     if json_file is not None:
+        from coordinator.manifest import git_commit, gpus, hardware, versions
+
         record["manifest"] = {
             "hardware": {**hardware(), "gpus": gpus()},
             "versions": versions(),

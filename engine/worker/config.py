@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from kvtransfer.rpc import require_reachable
+from kvtransfer.addresses import require_reachable
 from kvtransfer.tls import TlsSettings
 
 
