@@ -13,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtransfer.connector import shim
+from kvtransfer.connector.metrics import SplitpointPromMetrics
 from kvtransfer.connector.scheduler import SchedulerHalf, StepPlan
-from kvtransfer.connector.stats import Increments, SplitpointPromMetrics, SplitpointStats
+from kvtransfer.connector.stats import Increments, SplitpointStats
 from kvtransfer.connector.worker import CacheFacts, RankSettings, WorkerHalf
 
 

@@ -5,41 +5,35 @@ log and Prometheus loggers under the names of the NIXL connector with `splitpoin
     ranks      transfers, failures, expiries, late messages of the transfer node   with the step's model output
     scheduler  what it decided (`SchedulerHalf.counters`)                          with the step's scheduler statistics
 
-Nothing here raises into vLLM: an observation that cannot be recorded is dropped and counted.
+`metrics.py` shows them to Prometheus.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from prometheus_client import Counter as PrometheusCounter
-from prometheus_client import Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvtransfer.metrics import Observation
 
-logger = logging.getLogger(__name__)
-
-PREFIX = "vllm:splitpoint_"
 EVENTS = "scheduler_events"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _BYTES = tuple(float(2**n) for n in range(11, 35, 2))
 _CHUNKS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 # data's key -> metric, help, buckets. One entry per delivered transfer.
-_SERIES = {
+SERIES: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "transfer_duration": ("xfer_time_seconds", "First to last byte of a transfer", _SECONDS),
     "post_duration": ("post_time_seconds", "From the order to pull until the first byte", _SECONDS),
     "bytes_transferred": ("bytes_transferred", "Verified bytes of a transfer, per rank", _BYTES),
     "num_descriptors": ("num_descriptors", "Contiguous chunks of a transfer", _CHUNKS),
 }
 # data's key -> metric, help.
-_FAILURES = {
+FAILURES = {
     "num_failed_transfers": ("num_failed_transfers", "Transfers that failed, handshakes among them"),
     "num_failed_notifications": ("num_failed_notifications", "Ends that the sender did not hear of; its lease ends by release"),
     "num_kv_expired_reqs": ("num_kv_expired_reqs", "Leases and staged slots that outlived their deadline"),
@@ -86,7 +80,7 @@ class SplitpointStats(KVConnectorStats):
         return stats
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {**{key: [] for key in (*_SERIES, *_FAILURES)}, EVENTS: {}}
+        self.data: dict[str, Any] = {**{key: [] for key in (*SERIES, *FAILURES)}, EVENTS: {}}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
@@ -126,50 +120,3 @@ class Increments:
         added = now - self._seen
         self._seen = now
         return dict(added)
-
-
-class SplitpointPromMetrics(KVConnectorPromMetrics):
-    """Lives in the process that runs vLLM's loggers, the worker's actor here; its series are in Prometheus' default registry."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        histogram, counter = metric_types[Histogram], metric_types[PrometheusCounter]
-        self._series = {
-            key: histogram(name=PREFIX + name, documentation=text, buckets=buckets, labelnames=labelnames)
-            for key, (name, text, buckets) in _SERIES.items()
-        }
-        self._failures = {
-            key: counter(name=PREFIX + name, documentation=text, labelnames=labelnames) for key, (name, text) in _FAILURES.items()
-        }
-        self._events = counter(
-            name=f"{PREFIX}scheduler_events",
-            documentation="What the connector's scheduler half decided, and what it met that should not be",
-            labelnames=[*labelnames, "event"],
-        )
-        self.lost = 0
-        """Statistics of steps that could not be recorded."""
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one step's. An exception would end vLLM's output loop, so none leaves here."""
-        try:
-            self._observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
-        except Exception:
-            self.lost += 1
-            if self.lost == 1:
-                logger.exception("connector statistics cannot be recorded")
-
-    def _observe(self, data: Mapping[str, Any], labels: list[object]) -> None:
-        for key, histogram in self._series.items():
-            for value in data[key]:
-                histogram.labels(*labels).observe(value)
-        for key, counter in self._failures.items():
-            if data[key]:
-                counter.labels(*labels).inc(sum(data[key]))
-        for event, count in data[EVENTS].items():
-            self._events.labels(*labels, event).inc(count)

@@ -127,7 +127,7 @@ def test_the_names_are_those_of_the_nixl_connector() -> None:
     """So that a dashboard needs one word replaced."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
 
-    from kvtransfer.connector.stats import SplitpointPromMetrics
+    from kvtransfer.connector.metrics import SplitpointPromMetrics
 
     def names(of: type) -> set[str]:
         made: list[str] = []

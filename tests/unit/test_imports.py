@@ -17,7 +17,7 @@ HOMES = {
     "ucxx": ("kvtransfer/transports/ucx*.py",),
     "vllm": ("engine/vllm.py", "kvtransfer/connector/*"),
     "ray": ("coordinator/pools/ray_*.py", "coordinator/launch.py"),
-    "prometheus_client": ("*/metrics.py",),
+    "prometheus_client": ("*/*metrics.py",),
 }
 
 
