@@ -93,8 +93,8 @@ def test_knee_of_a_bent_curve_is_nearer_the_truth_than_a_straight_line(steps: in
     found = stats.knee(rates.tolist(), attained.tolist(), requests=2000).rate_per_s
     assert found is not None
     straight = float(np.interp(-0.9, -attained, rates))
-    assert abs(found - 1) < 0.5 * abs(straight - 1)
-    assert found == pytest.approx(1.0, abs=0.015)
+    assert abs(found - 1) < 0.4 * abs(straight - 1)
+    assert found == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_point_is_no_surer_than_half_a_request() -> None:
