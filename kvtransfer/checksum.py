@@ -20,9 +20,9 @@ from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 Algorithm = Literal["crc32c", "off"]
 
 
-def crc32c(memory: Memory) -> int:
-    """CRC32C of all of `memory`. Other threads run meanwhile."""
-    value: int = awscrt.checksums.crc32c(as_host(memory))
+def crc32c(memory: Memory, before: int = 0) -> int:
+    """CRC32C of all of `memory`, or of it after bytes whose CRC32C is `before`. Other threads run meanwhile."""
+    value: int = awscrt.checksums.crc32c(as_host(memory), before)
     return value
 
 

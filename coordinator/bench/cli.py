@@ -10,7 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from coordinator.bench.transfer_cli import transfer
+
 app = typer.Typer(no_args_is_help=True, help="Measure a part of the system.")
+app.command()(transfer)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record, raw samples included.")]
 

@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 
 from kvtransfer.bounce import Bounce
+from kvtransfer.checksum import crc32c
 from kvtransfer.memory import as_host, copy_into, on_device
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, TransportError
@@ -61,6 +62,8 @@ class GrpcReceiveChannel:
         self._header: pb.ChunkHeader | None = None
         self._target: Memory = None
         self._landed = 0
+        self._value = 0
+        self._values: dict[int, int] = {}
 
     async def accept(
         self, response: pb.FetchResponse, target: Callable[[pb.ChunkHeader], Memory], timeout_s: float
@@ -68,7 +71,7 @@ class GrpcReceiveChannel:
         if response.HasField("header"):
             if self._header is not None:
                 raise TransportError("corrupt", f"a chunk began before chunk {self._header.index} was whole")
-            self._header, self._landed = response.header, 0
+            self._header, self._landed, self._value = response.header, 0, 0
             self._target = target(response.header)
         header = self._header
         if header is None:
@@ -76,18 +79,27 @@ class GrpcReceiveChannel:
         end = self._landed + len(response.payload)
         if len(response.payload) == 0 or end > header.bytes:
             raise TransportError("corrupt", f"chunk {header.index}: {end} bytes where {header.bytes} were announced")
-        self._land(self._target[self._landed : end], response.payload)
+        self._land(self._target[self._landed : end], response.payload, header)
         self._landed = end
         if end < header.bytes:
             return None
         if self._bounce is not None:
             self._bounce.finish()
+        elif header.checksum.algorithm == "crc32c":
+            self._values[header.index] = self._value
         self._header = self._target = None
         return header
 
-    def _land(self, target: Memory, payload: bytes) -> None:
+    def landed_crc32c(self, index: int) -> int | None:
+        """CRC32C of chunk `index` as it lies in host memory; None for a device's. Once."""
+        return self._values.pop(index, None)
+
+    def _land(self, target: Memory, payload: bytes, header: pb.ChunkHeader) -> None:
         if not on_device(target):
             copy_into(target, payload)
+            if header.checksum.algorithm == "crc32c":
+                # Of what lies in the slot, while the processor still has it at hand.
+                self._value = crc32c(target, self._value)
             return
         self._bounce = self._bounce or Bounce(target, self._message_bytes)
         self._bounce.land(target, payload)

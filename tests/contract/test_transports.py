@@ -15,7 +15,7 @@ import pytest
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.rpc import host_id
 from kvtransfer.transports import TransportContext, create_transport, known_schemes
-from kvtransfer.transports.base import ReceiveChannel, SendChannel, Transport, TransportError
+from kvtransfer.transports.base import ReadByPeer, ReceiveChannel, SendChannel, Transport, TransportError
 from protos.ids import new_incarnation, new_transfer_id
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -124,6 +124,8 @@ async def move(pair: Pair, data: np.ndarray, slot: np.ndarray, sizes: list[int])
     async with asyncio.timeout(TIMEOUT_S):
         _, done = await asyncio.gather(stream(send, data, sizes, queue), land(receive, slot, queue))
         assert await receive.drained(TIMEOUT_S)
+        if isinstance(send, ReadByPeer):
+            send.peer_done()  # what `Complete` does in a node
         assert await send.drained(TIMEOUT_S)
     await receive.close()
     await send.close()
