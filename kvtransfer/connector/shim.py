@@ -120,17 +120,18 @@ def cache_place(vllm_config: Any, kv_cache_config: Any, spec: Any, layers: Mappi
     )
     alike = all((tensor.shape, tensor.stride()) == (first.shape, first.stride()) for tensor in tensors)
     found = layer_range(layers)
-    if ordered is None or not alike or (found is None and parallel.pipeline_parallel_size > 1):
+    staged = parallel.pipeline_parallel_size > 1
+    if ordered is None or not alike or (staged and (found is None or not hasattr(model, "get_total_num_hidden_layers"))):
         return None
     tp = parallel.tensor_parallel_size
     total_heads = 1 if type(spec).__name__ == "MLAAttentionSpec" else model.get_total_num_kv_heads()
-    total_layers = len(layers) if parallel.pipeline_parallel_size == 1 else model.get_total_num_hidden_layers()
+    total_layers = model.get_total_num_hidden_layers() if staged else len(layers)
     axes, kernel_block_tokens = ordered
     return CachePlace(
         total_kv_heads=total_heads,
         first_kv_head=first_kv_head(parallel.rank, tp, total_heads),
         total_layers=total_layers,
-        first_layer=0 if found is None or parallel.pipeline_parallel_size == 1 else found[0],
+        first_layer=found[0] if staged and found is not None else 0,
         axes=axes,
         kernel_block_tokens=kernel_block_tokens,
         packing=f"cpu_attn:{_cpu_isa(vllm_config, spec)}" if packed else "plain",
