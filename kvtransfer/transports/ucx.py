@@ -24,8 +24,8 @@ from typing import Literal
 
 import google_crc32c
 
-from kvtransfer.memory import on_device, use_device_of
 from kvtransfer.addresses import is_loopback
+from kvtransfer.memory import on_device, use_device_of
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.process_watch import ProcessWatch
