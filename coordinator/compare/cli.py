@@ -31,6 +31,9 @@ def compare(
     url: Annotated[str, typer.Option(metavar="URL", help="Of the gateways that admin knows, the one with this URL.")] = "",
     workload: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML; `splitpoint workload describe` shows it.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Of the workload; repeatable.")] = None,
+    slo: Annotated[
+        str, typer.Option(metavar="SLO", help="Such as ttft=500ms,tpot=2.5x,itl_p99=100ms; x: of the unloaded value.")
+    ] = "",
     api_key: Annotated[str, typer.Option(envvar="SPLITPOINT_API_KEY", help="Bearer key, where the gateway asks for one.")] = "",
 ) -> None:
     """Send one workload through both paths of a running system, and judge which pays."""
@@ -39,11 +42,16 @@ def compare(
     from coordinator.compare.report import show
     from coordinator.compare.run import ComparisonError
     from coordinator.compare.run import quick as run
+    from coordinator.compare.slo import SloError, parse
     from coordinator.compare.sources import read
     from coordinator.compare.traces import WorkloadError
 
     if not quick:
         raise typer.BadParameter("only the short comparison is here; give --quick")
+    try:
+        wanted = parse(slo) if slo else None
+    except SloError as error:
+        raise typer.BadParameter(str(error), param_hint="--slo") from None
     if sets and workload is None:
         raise typer.BadParameter("changes the workload that --workload names", param_hint="--set")
     errors = Console(stderr=True)
@@ -66,7 +74,9 @@ def compare(
             def say(text: str, share: float) -> None:
                 progress.update(task, description=text, completed=share, refresh=True)
 
-            record = asyncio.run(run(target, json_path=json_path, manifest=manifest, say=say, api_key=api_key, material=material))
+            record = asyncio.run(
+                run(target, json_path=json_path, manifest=manifest, say=say, api_key=api_key, material=material, slo=wanted)
+            )
     except (ComparisonError, WorkloadError, OSError) as error:
         errors.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None

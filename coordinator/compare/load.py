@@ -48,11 +48,15 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet. `tpot_s` is not asked of one-token outputs; `itl_p99_s` only when given."""
+    """What a request must meet. `tpot_s` is not asked of one-token outputs; `itl_p99_s` only when given.
+
+    TTFT may take `ttft_s` and `ttft_s_per_token` for each token of the prompt.
+    """
 
     ttft_s: float
     tpot_s: float
     itl_p99_s: float | None = None
+    ttft_s_per_token: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +67,7 @@ class Outcome:
     due_s: float
     lag_s: float
     wanted_tokens: int
+    prompt_tokens: int = 0
     tokens: int = 0
     ttft_s: float | None = None
     e2e_s: float | None = None
@@ -80,7 +85,7 @@ class Outcome:
 
     def meets(self, slo: Slo) -> bool:
         """Failed, refused, late and wrong-length requests do not."""
-        if self.failure or self.ttft_s is None or self.ttft_s > slo.ttft_s:
+        if self.failure or self.ttft_s is None or self.ttft_s > slo.ttft_s + slo.ttft_s_per_token * self.prompt_tokens:
             return False
         tpot_s = self.tpot_s
         if tpot_s is not None and tpot_s > slo.tpot_s:
@@ -130,8 +135,7 @@ async def run_probe(
     async with asyncio.TaskGroup() as group:
         for index, (replies, due_s) in enumerate(zip(all_replies, all_due_s, strict=True)):
             await _until(start + due_s, now)
-            wanted_tokens = workload.requests[index].output_tokens
-            task = group.create_task(_one(replies, wanted_tokens, index, start, due_s, deadline_s, now))
+            task = group.create_task(_one(replies, workload.requests[index], index, start, due_s, deadline_s, now))
             task.add_done_callback(lambda _: on_done())
             tasks.append(task)
     probe = Probe(
@@ -153,7 +157,7 @@ async def run_one_at_a_time(client: Client, requests: Sequence[PlannedRequest], 
     for index, request in enumerate(requests):
         replies = client.ask(request, path, deadline_s)
         start = time.perf_counter()
-        outcomes.append(await _one(replies, request.output_tokens, index, start, 0.0, deadline_s, time.perf_counter))
+        outcomes.append(await _one(replies, request, index, start, 0.0, deadline_s, time.perf_counter))
     return outcomes
 
 
@@ -168,7 +172,7 @@ async def _until(at_s: float, now: Callable[[], float]) -> None:
 
 async def _one(
     replies: AsyncIterator[Piece],
-    wanted_tokens: int,
+    request: PlannedRequest,
     index: int,
     start: float,
     due_s: float,
@@ -176,7 +180,14 @@ async def _one(
     now: Callable[[], float],
 ) -> Outcome:
     due = start + due_s
-    outcome = Outcome(index=index, due_s=due_s, lag_s=now() - due, wanted_tokens=wanted_tokens)
+    wanted_tokens = request.output_tokens
+    outcome = Outcome(
+        index=index,
+        due_s=due_s,
+        lag_s=now() - due,
+        wanted_tokens=wanted_tokens,
+        prompt_tokens=len(request.prompt_token_ids),
+    )
     last = due
     try:
         async with asyncio.timeout(deadline_s):

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from coordinator.compare.paired import Paired
 from coordinator.compare.record import Record
+from coordinator.compare.slo import in_words
 from coordinator.compare.summary import STAGES, ArmSummary, Spread
 from coordinator.compare.verdict import Verdict
 
@@ -21,13 +22,9 @@ def show(record: Record, console: Console) -> None:
     rates = ", ".join(f"{rate:.2f}" for rate in record.rates_per_s)
     console.print(latency_table(f"Under load, {rates} requests/s", record.loaded))
     console.print(stage_table(record.loaded))
-    slo = record.slo
     multiples = record.slo_multiples
-    console.print(
-        f"SLO: TTFT {slo.ttft_s * 1e3:.0f} ms and TPOT {slo.tpot_s * 1e3:.1f} ms, "
-        f"{multiples['ttft']:g} and {multiples['tpot']:g} times the unloaded colocated median",
-        highlight=False,
-    )
+    tightness = f"TTFT {multiples['ttft']:.3g} and TPOT {multiples['tpot']:.3g} times the unloaded colocated median"
+    console.print(f"SLO: {in_words(record.slo)}; {tightness}", highlight=False, soft_wrap=True)
     if record.paired is not None:
         console.print(paired_line(record.paired), markup=False, highlight=False, soft_wrap=True)
     for line in record.priors:

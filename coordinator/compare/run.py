@@ -28,6 +28,7 @@ from coordinator.compare.paired import paired
 from coordinator.compare.plan import TAIL_E2ES, QuickPlan, plan_quick
 from coordinator.compare.priors import priors
 from coordinator.compare.record import Record, utc_now, write
+from coordinator.compare.slo import SloSpec
 from coordinator.compare.sources import Material
 from coordinator.compare.stats import knee, log_ratios
 from coordinator.compare.summary import arm, summarise
@@ -39,9 +40,6 @@ BUDGET_S = 78.0
 """The command has 90 s, with its own start and the last request's end."""
 PROMPT_TOKENS = (48, 96)
 OUTPUT_TOKENS = (8, 12)
-TTFT_MULTIPLE = 4.0
-TPOT_MULTIPLE = 2.5
-"""SLOs over the unloaded colocated medians. At 2 to 2.5 times the decode step the sign of a comparison is least known."""
 CALIBRATION_REQUESTS = 4
 CALIBRATION_SEED = 0
 REQUEST_DEADLINE_S = 20.0
@@ -63,6 +61,7 @@ class Calibration:
     outcomes: dict[str, list[Outcome]]
     slo: Slo
     e2e_s: float
+    multiples: dict[str, float]
 
 
 async def quick(
@@ -74,11 +73,12 @@ async def quick(
     say: Say = lambda text, share: None,
     api_key: str = "",
     material: Material | None = None,
+    slo: SloSpec | None = None,
 ) -> Record:
     """Compare the two paths behind the gRPC gateway `target` (host:port); with `json_path` the record is written too.
 
-    `material` is sent instead of short prompts of `PROMPT_TOKENS`. It ends within `budget_s` (default `BUDGET_S`) and one
-    request's time, measuring less where the system is slow.
+    `material` is sent instead of short prompts of `PROMPT_TOKENS`, and `slo` asked instead of the default multiples. It ends
+    within `budget_s` (default `BUDGET_S`) and one request's time, measuring less where the system is slow.
 
     Raises:
         ComparisonError: the service cannot be reached, or one of the paths serves nothing.
@@ -93,7 +93,13 @@ async def quick(
                 raise ComparisonError(f"{target}: {error}") from error
             workloads = short_prompts if material is None else material.workload
             record = await compare_paths(
-                client, target=target, model=model, budget_s=budget_s or BUDGET_S, say=say, workloads=workloads
+                client,
+                target=target,
+                model=model,
+                budget_s=budget_s or BUDGET_S,
+                say=say,
+                workloads=workloads,
+                wanted=slo or SloSpec(),
             )
     record.manifest = manifest or {}
     record.source = {} if material is None else material.source.model_dump(mode="json")
@@ -105,13 +111,15 @@ async def quick(
     return record
 
 
-async def compare_paths(client: Client, *, target: str, model: str, budget_s: float, say: Say, workloads: Workloads) -> Record:
+async def compare_paths(
+    client: Client, *, target: str, model: str, budget_s: float, say: Say, workloads: Workloads, wanted: SloSpec
+) -> Record:
     """The comparison itself, over any client. Raises `ComparisonError`."""
     began, started_at = time.perf_counter(), utc_now()
     # Prefix caches outlive a comparison: this run's prompts must be new to them too.
     run_salt = f"{time.time_ns():x}"
     say("unloaded, one request at a time", 0.0)
-    calibration = await calibrate(client, run_salt, workloads)
+    calibration = await calibrate(client, run_salt, workloads, wanted)
     left_s = budget_s - (time.perf_counter() - began)
     plan = plan_quick(calibration.e2e_s, left_s)
     probes, notes = await _run_plan(client, plan, calibration, run_salt, began + budget_s, say, workloads)
@@ -135,7 +143,7 @@ async def compare_paths(client: Client, *, target: str, model: str, budget_s: fl
         paired=paired(probes),
         priors=_priors(slo, calibration, sent),
         slo=slo,
-        slo_multiples={"ttft": TTFT_MULTIPLE, "tpot": TPOT_MULTIPLE},
+        slo_multiples=calibration.multiples,
         rates_per_s=list(plan.rates_per_s),
         unloaded=[summarise(path, calibration.outcomes[path], slo) for path in PATHS],
         loaded=[arm(path, probes, slo) for path in PATHS],
@@ -146,7 +154,7 @@ async def compare_paths(client: Client, *, target: str, model: str, budget_s: fl
     )
 
 
-async def calibrate(client: Client, run_salt: str, workloads: Workloads) -> Calibration:
+async def calibrate(client: Client, run_salt: str, workloads: Workloads, wanted: SloSpec) -> Calibration:
     """A warm-up and a few requests per path, one at a time, paths alternating. Raises `ComparisonError`."""
     workload = workloads(CALIBRATION_SEED, CALIBRATION_REQUESTS)
     outcomes: dict[str, list[Outcome]] = {path: [] for path in PATHS}
@@ -159,8 +167,9 @@ async def calibrate(client: Client, run_salt: str, workloads: Workloads) -> Cali
     base = summarise("colocated", outcomes["colocated"], None)
     if base.ttft is None or base.tpot is None or base.e2e is None or base.e2e.p50 <= 0:
         raise ComparisonError("the colocated path answered without a measurable latency")
-    slo = Slo(ttft_s=TTFT_MULTIPLE * base.ttft.p50, tpot_s=TPOT_MULTIPLE * base.tpot.p50)
-    return Calibration(outcomes, slo, base.e2e.p50)
+    slo = wanted.resolve(unloaded_ttft_s=base.ttft.p50, unloaded_tpot_s=base.tpot.p50)
+    multiples = {"ttft": slo.ttft_s / base.ttft.p50, "tpot": slo.tpot_s / base.tpot.p50}
+    return Calibration(outcomes, slo, base.e2e.p50, multiples)
 
 
 async def _unloaded(client: Client, request: PlannedRequest, path: str) -> Outcome:

@@ -213,5 +213,6 @@ def _servers(replicas: int, per_replica: int, per_server: int) -> int:
 
 
 def _slo_text(slo: Mapping[str, Any]) -> str:
-    text = f"TTFT {slo['ttft_s'] * 1e3:.4g} ms, TPOT {slo['tpot_s'] * 1e3:.4g} ms"
+    grows = f" + {slo['ttft_s_per_token'] * 1e3:.3g} ms/token" if slo.get("ttft_s_per_token") else ""
+    text = f"TTFT {slo['ttft_s'] * 1e3:.4g} ms{grows}, TPOT {slo['tpot_s'] * 1e3:.4g} ms"
     return text + (f", ITL p99 {slo['itl_p99_s'] * 1e3:.4g} ms" if slo.get("itl_p99_s") is not None else "")

@@ -215,8 +215,12 @@ async def test_the_command_sends_the_workload_that_is_named(
         'prefix = {kind = "pool", count = 1, tokens = 32}\n'
     )
     arguments = ["--quick", "--json", str(path), "--target", target, "--admin", "127.0.0.1:1", "--workload", str(workload)]
-    assert await asyncio.to_thread(cli.main, [*arguments, "--set", "input.tokens=9"]) == 0
+    arguments += ["--set", "input.tokens=9", "--slo", "ttft=20s+1ms/token,tpot=3x"]
+    assert await asyncio.to_thread(cli.main, arguments) == 0
     written = json.loads(path.read_text())
+    assert (written["slo"]["ttft_s"], written["slo"]["ttft_s_per_token"]) == (20, 0.001)
+    assert written["slo_multiples"]["tpot"] == pytest.approx(3)
+    assert {outcome["prompt_tokens"] for probe in written["probes"] for outcome in probe["outcomes"]} == {41}
     assert written["source"]["prefix"]["tokens"] == 32
     assert written["lengths"]["input"]["mean"] == 41
     assert written["lengths"]["output"]["max"] == 3
@@ -235,6 +239,8 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no gateway" in capsys.readouterr().err
     assert cli.main(["--quick", "--workload", "no-such-file.toml"]) == 1
     assert "No such file" in capsys.readouterr().err
+    assert cli.main(["--quick", "--slo", "ttft=soon"]) == 2
+    assert "--slo" in capsys.readouterr().err
     assert cli.main(["--quick", "--set", "requests=3"]) == 2
     assert "--workload" in capsys.readouterr().err
 

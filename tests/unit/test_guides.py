@@ -8,7 +8,8 @@ import re
 import pytest
 
 from coordinator.compare.plan import ORDER, RATE_STEPS, SEEDS
-from coordinator.compare.run import CALIBRATION_REQUESTS, OUTPUT_TOKENS, PROMPT_TOKENS, TPOT_MULTIPLE, TTFT_MULTIPLE
+from coordinator.compare.run import CALIBRATION_REQUESTS, OUTPUT_TOKENS, PROMPT_TOKENS
+from coordinator.compare.slo import TPOT_MULTIPLE, TTFT_MULTIPLE
 from coordinator.compare.verdict import MARGIN, Verdict
 from coordinator.gateway.http_errors import error_event
 from coordinator.gateway.ledger import STAGES

@@ -10,6 +10,8 @@ from typing import Any
 import jinja2
 
 from coordinator.compare.html import figures
+from coordinator.compare.load import Slo
+from coordinator.compare.slo import in_words
 
 STAGE_COLOURS = ("#8a97a5", "#6fb1e8", "#2f7fd1", "#9b6fd6", "#f2b45c", "#e07b39", "#5fb08a", "#c94f5d", "#b9c0c7")
 """One per part of the ledger; told apart on white and on black."""
@@ -28,7 +30,6 @@ def render(records: Sequence[tuple[str, figures.Record]]) -> str:
 
 def _report(name: str, record: figures.Record) -> dict[str, Any]:
     judgement = record["judgement"]
-    slo = record["slo"]
     chart, rows = figures.ledger(record)
     workload = [(f"seed {seed}, SHA-256", digest) for seed, digest in record["workload_digests"].items()]
     workload += [(f"{side} tokens", json.dumps(found)) for side, found in record.get("lengths", {}).items()]
@@ -40,7 +41,7 @@ def _report(name: str, record: figures.Record) -> dict[str, Any]:
         "target": record["target"],
         "started_at": record["started_at"],
         "wall": f"{record['wall_s']:.0f}",
-        "slo": f"TTFT {slo['ttft_s'] * 1e3:.0f} ms, TPOT {slo['tpot_s'] * 1e3:.1f} ms",
+        "slo": in_words(Slo(**record["slo"])),
         "verdict": judgement["verdict"],
         "sentence": figures.sentence(judgement),
         "ratio": _range(judgement["ratio"], judgement["low"], judgement["high"]),

@@ -1,0 +1,69 @@
+"""Objectives as they are written, resolved and judged by."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.compare.load import Outcome, Slo
+from coordinator.compare.slo import SloError, SloSpec, in_words, parse
+
+
+def resolve(text: str) -> Slo:
+    return parse(text).resolve(unloaded_ttft_s=0.1, unloaded_tpot_s=0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "slo"),
+    [
+        ("ttft=500ms,tpot=50ms", Slo(ttft_s=0.5, tpot_s=0.05)),
+        ("ttft=0.5s", Slo(ttft_s=0.5, tpot_s=0.05)),
+        ("tpot=2x", Slo(ttft_s=0.4, tpot_s=0.04)),
+        (" ttft = 3x , itl_p99 = 5x ", Slo(ttft_s=0.3, tpot_s=0.05, itl_p99_s=0.1)),
+        ("ttft=200ms+0.2ms/token,itl_p99=120ms", Slo(ttft_s=0.2, tpot_s=0.05, itl_p99_s=0.12, ttft_s_per_token=0.0002)),
+    ],
+)
+def test_what_is_written_is_what_is_asked(text: str, slo: Slo) -> None:
+    found = resolve(text)
+    assert found.ttft_s == pytest.approx(slo.ttft_s)
+    assert found.tpot_s == pytest.approx(slo.tpot_s)
+    assert found.itl_p99_s == pytest.approx(slo.itl_p99_s)
+    assert found.ttft_s_per_token == pytest.approx(slo.ttft_s_per_token)
+
+
+def test_the_default_is_a_multiple_of_the_unloaded_values() -> None:
+    assert SloSpec().resolve(unloaded_ttft_s=0.1, unloaded_tpot_s=0.02) == Slo(ttft_s=0.4, tpot_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "NAME=VALUE"),
+        ("e2e=1s", "a name of ttft, tpot, itl_p99"),
+        ("ttft=1s,ttft=2s", "given twice"),
+        ("ttft=500", "write 500ms"),
+        ("ttft=-1ms", "write 500ms"),
+        ("tpot=0ms", "above 0"),
+        ("tpot=1x", "a multiple must be above 1"),
+        ("tpot=10ms+1ms/token", "only ttft"),
+        ("ttft=4x+1ms/token", r"200ms\+0.2ms/token"),
+    ],
+)
+def test_what_is_no_objective_says_what_would_be(text: str, why: str) -> None:
+    with pytest.raises(SloError, match=why):
+        parse(text)
+
+
+def test_a_long_prompt_may_take_longer() -> None:
+    slo = resolve("ttft=100ms+1ms/token,tpot=1s")
+    for prompt_tokens, meets in ((100, False), (200, True)):
+        outcome = Outcome(
+            index=0, due_s=0, lag_s=0, wanted_tokens=1, prompt_tokens=prompt_tokens, tokens=1, ttft_s=0.25, e2e_s=0.25
+        )
+        assert outcome.meets(slo) is meets
+
+
+def test_in_words() -> None:
+    assert in_words(resolve("ttft=200ms+0.2ms/token,tpot=50ms,itl_p99=120ms")) == (
+        "TTFT 200 ms + 0.2 ms/token, TPOT 50 ms, ITL p99 120 ms"
+    )
+    assert in_words(Slo(ttft_s=0.5, tpot_s=0.05)) == "TTFT 500 ms, TPOT 50 ms"
