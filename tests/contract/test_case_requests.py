@@ -20,9 +20,10 @@ from kvtransfer.node import KvNode
 from prefill.config import PrefillSettings
 from protos.errors import Code
 from protos.ids import RequestId, TransferId
-from protos.splitpoint.v1 import kv_transfer_pb2
+from protos.splitpoint.v1 import kv_transfer_pb2, worker_pb2
 from tests.contract.test_core import pool
 from tests.contract.test_core_workers import Rig, view_of
+from tests.contract.test_worker_ends import decode_streaming
 from tests.support.cores import Reader, core_over, scripted, submission
 from tests.support.pair import Pair, pair_of
 from tests.support.workers import (
@@ -191,6 +192,62 @@ async def test_kv_that_arrived_and_was_not_used_is_counted() -> None:
         assert last.finished.recomputed
         assert pair.d.events()["engine_recomputed"] == 1
         await pair.empty()
+
+
+def _no_seal(leg: worker_pb2.DecodeLeg) -> None:
+    leg.ClearField("seal")
+
+
+def _seal_of_another_transfer(leg: worker_pb2.DecodeLeg) -> None:
+    leg.seal.transfer_id = bytes(16)
+
+
+def _longer_prompt(leg: worker_pb2.DecodeLeg) -> None:
+    leg.prompt_token_ids.append(3)
+
+
+def _prompt_logprobs(leg: worker_pb2.DecodeLeg) -> None:
+    leg.sampling_params.prompt_logprobs = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (_no_seal, Code.TRANSFER_REFUSED, "seal: missing"),
+        (_seal_of_another_transfer, Code.TRANSFER_REFUSED, "seal.transfer_id"),
+        (_longer_prompt, Code.TRANSFER_REFUSED, "prompt_tokens"),
+        (_prompt_logprobs, Code.INVALID_VALUE, "prefill"),
+    ],
+)
+async def test_a_decode_leg_that_does_not_fit_its_staged_kv_is_refused_by_name(
+    change: Callable[[worker_pb2.DecodeLeg], None], code: Code, says: str
+) -> None:
+    async with pair_of() as pair:
+        grant = new_grant()
+        prepare = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
+        sealed = (await pair.to_p.event(await pair.to_p.send(prefill=prefill_leg(PROMPT, GREEDY, grant)))).sealed
+        assert (await pair.to_d.event(prepare)).HasField("staged")
+        leg = decode_leg(PROMPT, list(sealed.first.token_ids), GREEDY, sealed.seal)
+        change(leg)
+        error = failure(await pair.to_d.event(await pair.to_d.send(decode=leg)))
+        assert (error.code, says in error.message) == (code, True), error
+        await pair.to_p.release(grant.transfer_id)
+        await pair.empty()
+
+
+async def test_a_decode_that_streams_holds_no_transfer_any_more() -> None:
+    async with pair_of(wire=True) as pair:
+        streaming = await decode_streaming(pair, 60.0)
+        await until(lambda: _no_transfer(pair.d))
+        assert await _pulls(pair.d, 0)
+        await pair.let_go()
+        _, last = await pair.to_d.last(streaming.attempt_id)
+        assert last.HasField("finished")
+        await pair.empty()
+
+
+async def _no_transfer(worker: SimWorker) -> bool:
+    return worker.server.open_transfers() == 0
 
 
 # One side refuses -------------------------------------------------------------------------------------------------------
