@@ -112,6 +112,8 @@ def test_a_share_has_the_exact_interval() -> None:
     assert scipy_stats.binom.cdf(1900, 2000, high) == pytest.approx(0.005, rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 class TestReducedRun:
     def test_every_criterion_holds(self, proof: Proof) -> None:
         assert [text for text, held in criteria(proof) if not held] == []

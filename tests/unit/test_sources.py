@@ -392,6 +392,7 @@ PREFIXES = st.one_of(
 )
 
 
+@pytest.mark.timeout(120)
 @settings(max_examples=60)
 @given(LENGTHS, LENGTHS, ARRIVALS, PREFIXES, st.integers(1, 40), st.one_of(st.none(), st.integers(4, 200)), st.integers(0, 9))
 def test_whatever_is_specified_is_a_workload_that_can_be_sent(
@@ -448,6 +449,8 @@ class TestSpecification:
             read(tmp_path / "w.toml")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "rows", "rate", "cv", "input_p50", "output_p95", "hits"),
     [
