@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.transport_choice import Reach, auto_order
+from kvtransfer.transport_choice import Reach, auto_order, openable
 
 RDMA_COMPONENTS = ("ib", "rc", "ud", "dc", "rdmacm", "gga", "mlx5")
 
@@ -68,5 +68,13 @@ def reaches(ucx: Ucx, nixl: Nixl, *, rdma_devices: Sequence[str], gpus: Sequence
 
 def order(found: Sequence[Reach], transports: Sequence[str], default_transport: str) -> tuple[str, ...]:
     """The configured and usable ones as a gateway asks for them."""
-    usable = auto_order([reach for reach in found if reach.scheme in transports])
+    by_scheme = {reach.scheme: reach for reach in found}
+    opened = openable(
+        transports,
+        default_transport,
+        ucx_rdma=by_scheme["ucx"].rdma,
+        nixl_rdma=by_scheme["nixl"].rdma,
+        nixl_installed=not by_scheme["nixl"].missing,
+    )
+    usable = auto_order([reach for reach in found if reach.scheme in opened])
     return usable if default_transport == "auto" else tuple(sorted(usable, key=lambda scheme: scheme != default_transport))

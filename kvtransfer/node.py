@@ -26,7 +26,7 @@ from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, ho
 from kvtransfer.runtime import NodeRuntime
 from kvtransfer.tls import bind, channel
 from kvtransfer.transport_choice import auto_order
-from kvtransfer.transports import TransportContext, create_transport, reach_of
+from kvtransfer.transports import TransportContext, create_transport, reach_of, to_open
 from kvtransfer.transports.base import Memory, Transport, TransportError
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
@@ -293,7 +293,10 @@ class KvNode:
             self._settings, rt.rank, rt.incarnation, rt.host_id, send_memory=rt.send_memory, receive_memory=rt.receive_memory
         )
         made = self._given_transports
-        schemes = self._settings.transports if made is None else [transport.scheme for transport in made]
+        schemes = to_open(self._settings) if made is None else [transport.scheme for transport in made]
+        for left_out in [] if made is not None else [s for s in self._settings.transports if s not in schemes]:
+            rt.metrics.event(f"transport_not_opened.{left_out}")
+            logger.info("rank %d: transport %s is not opened: its UCX does not live beside that of the other", rt.rank, left_out)
         why = []
         started: dict[str, Transport] = {}
         for index, scheme in enumerate(schemes):

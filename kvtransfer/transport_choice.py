@@ -36,6 +36,21 @@ class Reach:
         return tuple(name for name, able in named if able)
 
 
+def openable(
+    transports: Sequence[str], default_transport: str, *, ucx_rdma: bool, nixl_rdma: bool, nixl_installed: bool
+) -> tuple[str, ...]:
+    """What one rank opens of the configured ones: of `ucx` and `nixl` only one. NIXL brings a UCX of its own, and a process that
+    has loaded both crashes when UCX closes a connection on which something is outstanding.
+
+    `ucx_rdma`, `nixl_rdma`: built with InfiniBand or RoCE, and the host has a device.
+    """
+    if not {"ucx", "nixl"} <= set(transports):
+        return tuple(transports)
+    wanted = default_transport == "nixl" or (default_transport != "ucx" and nixl_rdma and not ucx_rdma)
+    left_out = "ucx" if wanted and nixl_installed else "nixl"
+    return tuple(scheme for scheme in transports if scheme != left_out)
+
+
 def auto_order(reaches: Sequence[Reach]) -> tuple[str, ...]:
     """Usable schemes, the one to ask for first at the front.
 

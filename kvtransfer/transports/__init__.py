@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtransfer.transport_choice import Reach
+from kvtransfer.transport_choice import Reach, openable
 
 if TYPE_CHECKING:
     from kvtransfer.config import KvTransferSettings
@@ -48,6 +50,31 @@ def rdma_devices() -> tuple[str, ...]:
     """InfiniBand and RoCE devices of this host."""
     folder = Path("/sys/class/infiniband")
     return tuple(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else ()
+
+
+def to_open(settings: KvTransferSettings) -> tuple[str, ...]:
+    """The configured transports that a rank of this host opens, from what lies on its disk: loading both UCX libraries to find
+    out would be too late."""
+    wheels = [found for name in ("nixl_cu12", "nixl_cu13") if (found := _folder(name)) is not None]
+    libucx = _folder("libucx")
+    devices = bool(rdma_devices())
+    return openable(
+        settings.transports,
+        settings.default_transport,
+        ucx_rdma=devices and _prefers_system_ucx(libucx),
+        nixl_rdma=devices and any(True for wheel in wheels for _ in wheel.parent.glob(f"{wheel.name}.libs/ucx/libuct_ib*.so*")),
+        nixl_installed=bool(wheels),
+    )
+
+
+def _prefers_system_ucx(libucx: Path | None) -> bool:
+    """The UCX of PyPI has no verbs; a system's is taken to have them where there is a device."""
+    return libucx is None or os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() == "true"
+
+
+def _folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def known_schemes() -> tuple[str, ...]:

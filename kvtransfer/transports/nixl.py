@@ -18,6 +18,7 @@ from kvtransfer.transports.nixl_core import NixlCore
 from kvtransfer.transports.nixl_library import NIXL_VERSION, verbs_bundled
 from kvtransfer.transports.nixl_messages import AgentAddress
 from kvtransfer.transports.nixl_operation import Operation, Peer
+from kvtransfer.transports.ucx_environment import devices_for
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 SCHEME = "nixl"
@@ -26,7 +27,8 @@ CHANNEL_BYTES = 8
 
 def create(context: TransportContext) -> NixlTransport:
     name = f"{context.incarnation}.{context.rank}"
-    return NixlTransport(NixlCore(name, [context.send_memory, context.receive_memory]))
+    areas = [context.send_memory, context.receive_memory]
+    return NixlTransport(NixlCore(name, areas, devices_for(context.settings.bind_host)))
 
 
 class _Channel:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtransfer.transports.base import Memory, TransportError
-from kvtransfer.transports.nixl_library import ERRORS, NIXL_VERSION, UNREACHABLE, api
+from kvtransfer.transports.nixl_library import ERRORS, NIXL_VERSION, UNREACHABLE, api, devices_set
 from kvtransfer.transports.nixl_messages import AgentAddress, Notice, NoticeKind
 from kvtransfer.transports.nixl_operation import Operation, Peer, locate
 
@@ -44,9 +44,11 @@ _never_freed: list[Any] = []
 class NixlCore:
     """A rank's agent. Every public method is called on the event loop on which `start` was."""
 
-    def __init__(self, agent: str, areas: Sequence[Memory]) -> None:
-        """`areas`: staging, registered once; every operation's memory lies in one of them."""
+    def __init__(self, agent: str, areas: Sequence[Memory], net_devices: str = "") -> None:
+        """`areas`: staging, registered once; every operation's memory lies in one of them. `net_devices`: as `UCX_NET_DEVICES`;
+        empty leaves the choice to UCX and its environment."""
         self._name = agent
+        self._net_devices = net_devices
         self._areas = [area for area in areas if area is not None]
         self._agent: Any = None
         self._peers: dict[str, Peer] = {}
@@ -127,7 +129,8 @@ class NixlCore:
 
     def _run(self, ready: asyncio.Future[str]) -> None:
         try:
-            self._agent = api.nixl_agent(self._name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            with devices_set(self._net_devices):
+                self._agent = api.nixl_agent(self._name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
             for area in self._areas:
                 address, device, kind = locate(area)
                 self._agent.register_memory([(address, len(area), device, "")], kind)

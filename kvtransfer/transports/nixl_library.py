@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,19 @@ UNREACHABLE: tuple[type[Exception], ...] = (api.nixlBind.nixlBackendError, api.n
 NIXL_VERSION: tuple[int, int] = tuple(  # type: ignore[assignment]
     int(part) for part in version(api.nixlBind.__name__.partition(".")[0].replace("_", "-")).split(".")[:2]
 )
+
+
+@contextlib.contextmanager
+def devices_set(net_devices: str) -> Iterator[None]:
+    """NIXL hands its UCX no choice of devices for TCP, and that UCX reads the environment when an agent is made."""
+    if not net_devices:
+        yield
+        return
+    os.environ["UCX_NET_DEVICES"] = net_devices
+    try:
+        yield
+    finally:
+        del os.environ["UCX_NET_DEVICES"]
 
 
 def verbs_bundled() -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
 import re
 import struct
 import threading
@@ -24,7 +23,6 @@ from typing import Literal
 
 import google_crc32c
 
-from kvtransfer.addresses import is_loopback
 from kvtransfer.memory import on_device, use_device_of
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, TransportError
@@ -32,6 +30,7 @@ from kvtransfer.transports.process_watch import ProcessWatch
 from kvtransfer.transports.same_host import NO_PROCESS, ProcessId, this_process, why_unreadable
 from kvtransfer.transports.ucx_channels import UcxReceiveChannel, UcxSendChannel
 from kvtransfer.transports.ucx_core import UCX_VERSION, Peer, UcxCore
+from kvtransfer.transports.ucx_environment import devices_for
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -58,15 +57,9 @@ def create(context: TransportContext) -> UcxTransport:
         host_id=context.host_id,
         spin_s=settings.progress_timeout_s,
         same_host=settings.ucx_same_host,
-        net_devices=_devices_for(settings.bind_host),
+        net_devices=devices_for(settings.bind_host),
         staging=context.receive_memory,
     )
-
-
-def _devices_for(bind_host: str) -> str:
-    """UCX listens on every network device, for anybody. A rank that is bound to loopback keeps it there; elsewhere UCX picks
-    the devices, as an operator does with `UCX_NET_DEVICES`."""
-    return "lo" if is_loopback(bind_host) and "UCX_NET_DEVICES" not in os.environ else ""
 
 
 ACROSS_CHUNK_BYTES = 4 * 1024 * 1024

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+from kvtransfer.addresses import is_loopback
+
 UCX_ENVIRONMENT = {
     "UCX_MEMTYPE_CACHE": "n",  # the cache misses frees of CUDA memory by other libraries
     "UCX_RNDV_THRESH": "8192",  # above it a send completes only when the receiver has the bytes
@@ -10,3 +14,9 @@ UCX_ENVIRONMENT = {
     "UCX_MAX_RNDV_RAILS": "1",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
+
+
+def devices_for(bind_host: str) -> str:
+    """UCX listens on every network device, for anybody. A rank that is bound to loopback keeps it there; elsewhere UCX picks
+    the devices, as an operator does with `UCX_NET_DEVICES`. Empty: leave it to UCX."""
+    return "lo" if is_loopback(bind_host) and "UCX_NET_DEVICES" not in os.environ else ""

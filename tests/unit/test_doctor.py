@@ -104,9 +104,9 @@ def test_each_fault_is_found_and_says_what_to_do(change: dict[str, object], chec
         ({}, {"ucx": "shared memory, CMA, TCP", "grpc": "TCP", "order": "ucx, then grpc (kvtransfer.default_transport=auto)"}),
         (
             {"nixl": NIXL, "transports": ("grpc", "nixl", "ucx"), "rdma_devices": ("mlx5_0",), "gpus": ("H200",)},
-            {"nixl": "shared memory, CMA, CUDA IPC, RDMA, TCP", "order": "nixl, then ucx, then grpc ("},
+            {"nixl": "shared memory, CMA, CUDA IPC, RDMA, TCP", "order": "nixl, then grpc ("},
         ),
-        ({"nixl": NIXL, "transports": ("grpc", "nixl", "ucx")}, {"order": "ucx, then nixl, then grpc ("}),
+        ({"nixl": NIXL, "transports": ("grpc", "nixl", "ucx")}, {"order": "ucx, then grpc ("}),
         ({"default_transport": "grpc"}, {"order": "grpc, then ucx ("}),
         ({"nixl": NIXL}, {"nixl": "(not in kvtransfer.transports)"}),
         ({}, {"nixl": "optional"}),

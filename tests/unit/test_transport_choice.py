@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.config import KvTransferSettings
-from kvtransfer.transport_choice import Reach, agreed_order, auto_order
+from kvtransfer.transport_choice import Reach, agreed_order, auto_order, openable
 
 UCX = Reach(scheme="ucx", tcp=True, shared_memory=True)
 UCX_RDMA = Reach(scheme="ucx", tcp=True, rdma=True)
@@ -30,6 +30,26 @@ GRPC = Reach(scheme="grpc", tcp=True)
 def test_what_reaches_rdma_goes_first(reaches: tuple[Reach, ...], order: tuple[str, ...]) -> None:
     assert auto_order(reaches) == order
     assert auto_order(tuple(reversed(reaches))) == order
+
+
+@pytest.mark.parametrize(
+    ("transports", "default", "facts", "opened"),
+    [
+        (("ucx", "grpc"), "auto", "", ("ucx", "grpc")),
+        (("nixl", "grpc"), "auto", "", ("nixl", "grpc")),
+        (("ucx", "nixl", "grpc"), "auto", "i", ("ucx", "grpc")),
+        (("ucx", "nixl", "grpc"), "auto", "in", ("nixl", "grpc")),
+        (("ucx", "nixl", "grpc"), "auto", "inu", ("ucx", "grpc")),
+        (("ucx", "nixl", "grpc"), "grpc", "in", ("nixl", "grpc")),
+        (("ucx", "nixl", "grpc"), "ucx", "in", ("ucx", "grpc")),
+        (("ucx", "nixl", "grpc"), "nixl", "i", ("nixl", "grpc")),
+        (("ucx", "nixl", "grpc"), "nixl", "", ("ucx", "grpc")),
+    ],
+)
+def test_of_ucx_and_nixl_one_is_opened(transports: tuple[str, ...], default: str, facts: str, opened: tuple[str, ...]) -> None:
+    """`facts`: i, NIXL is installed; n, it reaches RDMA; u, UCX does."""
+    found = openable(transports, default, ucx_rdma="u" in facts, nixl_rdma="n" in facts, nixl_installed="i" in facts)
+    assert found == opened
 
 
 @pytest.mark.parametrize(
