@@ -35,7 +35,7 @@ PEER = Path(__file__).with_name("nixl_peer.py")
 MIB = 1 << 20
 HERE = "incarnation-here"
 FD_BUDGET_PER_RESTART = 2
-RESTARTS = 8
+RESTARTS = 5
 
 
 class Remote:
