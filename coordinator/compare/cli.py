@@ -34,6 +34,7 @@ def compare(
     slo: Annotated[
         str, typer.Option(metavar="SLO", help="Such as ttft=500ms,tpot=2.5x,itl_p99=100ms; x: of the unloaded value.")
     ] = "",
+    first_seed: Annotated[int, typer.Option(min=1, help="Runs of one experiment take different seeds; see `merge`.")] = 1,
     api_key: Annotated[str, typer.Option(envvar="SPLITPOINT_API_KEY", help="Bearer key, where the gateway asks for one.")] = "",
 ) -> None:
     """Send one workload through both paths of a running system, and judge which pays."""
@@ -75,7 +76,16 @@ def compare(
                 progress.update(task, description=text, completed=share, refresh=True)
 
             record = asyncio.run(
-                run(target, json_path=json_path, manifest=manifest, say=say, api_key=api_key, material=material, slo=wanted)
+                run(
+                    target,
+                    json_path=json_path,
+                    manifest=manifest,
+                    say=say,
+                    api_key=api_key,
+                    material=material,
+                    slo=wanted,
+                    first_seed=first_seed,
+                )
             )
     except (ComparisonError, WorkloadError, OSError) as error:
         errors.print(str(error), style="red", markup=False)
@@ -84,6 +94,36 @@ def compare(
     show(record, console)
     if json_path is not None:
         console.print(f"record: {json_path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def merge(
+    records: Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Of one experiment, each with seeds of its own.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The record of all seeds.")],
+    looks: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of seeds at which it was planned to judge.")] = "",
+) -> None:
+    """Judge the seeds of several runs together: short machine time adds up. Needs no system."""
+    from coordinator.compare.merge import MergeError
+    from coordinator.compare.merge import merge as merged
+    from coordinator.compare.read import RecordError, load
+    from coordinator.compare.record import write
+    from coordinator.compare.report import show
+
+    try:
+        planned = [int(word) for word in looks.split(",")] if looks else []
+    except ValueError:
+        raise typer.BadParameter(f"{looks!r}: write rising numbers of seeds, 3,5,8", param_hint="--looks") from None
+    try:
+        record = merged([load(path) for path in records], planned)
+        write(record, out)
+    except (RecordError, MergeError, OSError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--looks") from None
+    console = Console()
+    show(record, console)
+    console.print(f"record: {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

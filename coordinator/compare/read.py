@@ -47,6 +47,11 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+def load(path: Path) -> Record:
+    """The same as objects. Raises `RecordError`."""
+    return TypeAdapter(Record).validate_python(read(path))
+
+
 def find(folder: Path) -> Iterator[tuple[Path, dict[str, Any] | RecordError]]:
     """Every record in a folder and below, by name, or why it cannot be read; other files are passed over.
 

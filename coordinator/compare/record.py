@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coordinator.compare.faults import Fault
 from coordinator.compare.load import Probe, Slo
 from coordinator.compare.paired import Paired
 from coordinator.compare.summary import ArmSummary
@@ -23,13 +24,13 @@ SCHEMA_VERSION = 1
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """`kind` is "quick". `unloaded` and `loaded` hold one summary per path. `notes` says what was cut or left out, and why.
+    """`kind` is "quick" or "merged". `unloaded` and `loaded` hold one summary per path. `notes` says what was cut or left out.
 
-    `paired` is about requests that both paths answered; `priors` is what is usually so. `lengths` holds mean, p50, p95 and
-    extremes of `input` and `output` over all seeds; `source` the specification that the workloads were made from, empty for the
-    built-in one. `knees` holds, per seed, each arm's goodput or why there is none. `manifest` is the system's own, empty when it
-    was not to be had. `client_nice` is the load client's niceness; below 0 it ran before the system under test where both were
-    ready.
+    `paired` is about requests that both paths answered; `priors` is what is usually so; `faults` are those of method and of an
+    arm that were found. `lengths` holds mean, p50, p95 and extremes of `input` and `output` over all seeds; `source` the
+    specification that the workloads were made from, empty for the built-in one. `knees` holds, per seed, each arm's goodput or
+    why there is none. `manifest` is the system's own, empty when it was not to be had. `client_nice` is the load client's
+    niceness; below 0 it ran before the system under test where both were ready.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Record:
     judgement: Judgement
     paired: Paired | None = None
     priors: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     lengths: dict[str, dict[str, float]] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)

@@ -74,11 +74,13 @@ async def quick(
     api_key: str = "",
     material: Material | None = None,
     slo: SloSpec | None = None,
+    first_seed: int = 1,
 ) -> Record:
     """Compare the two paths behind the gRPC gateway `target` (host:port); with `json_path` the record is written too.
 
-    `material` is sent instead of short prompts of `PROMPT_TOKENS`, and `slo` asked instead of the default multiples. It ends
-    within `budget_s` (default `BUDGET_S`) and one request's time, measuring less where the system is slow.
+    `material` is sent instead of short prompts of `PROMPT_TOKENS`, and `slo` asked instead of the default multiples. `first_seed`
+    and those after it are measured, as many as fit. It ends within `budget_s` (default `BUDGET_S`) and one request's time,
+    measuring less where the system is slow.
 
     Raises:
         ComparisonError: the service cannot be reached, or one of the paths serves nothing.
@@ -100,6 +102,7 @@ async def quick(
                 say=say,
                 workloads=workloads,
                 wanted=slo or SloSpec(),
+                first_seed=first_seed,
             )
     record.manifest = manifest or {}
     record.source = {} if material is None else material.source.model_dump(mode="json")
@@ -112,7 +115,7 @@ async def quick(
 
 
 async def compare_paths(
-    client: Client, *, target: str, model: str, budget_s: float, say: Say, workloads: Workloads, wanted: SloSpec
+    client: Client, *, target: str, model: str, budget_s: float, say: Say, workloads: Workloads, wanted: SloSpec, first_seed: int
 ) -> Record:
     """The comparison itself, over any client. Raises `ComparisonError`."""
     began, started_at = time.perf_counter(), utc_now()
@@ -121,7 +124,7 @@ async def compare_paths(
     say("unloaded, one request at a time", 0.0)
     calibration = await calibrate(client, run_salt, workloads, wanted)
     left_s = budget_s - (time.perf_counter() - began)
-    plan = plan_quick(calibration.e2e_s, left_s)
+    plan = plan_quick(calibration.e2e_s, left_s, first_seed)
     probes, notes = await _run_plan(client, plan, calibration, run_salt, began + budget_s, say, workloads)
     notes += void_notes(probes)
     slo = calibration.slo
@@ -141,6 +144,7 @@ async def compare_paths(
         workload_digests={str(workload.spec.seed): workload.source_digest or workload.digest for workload in sent},
         lengths=lengths(sent),
         paired=paired(probes),
+        faults=faults,
         priors=_priors(slo, calibration, sent),
         slo=slo,
         slo_multiples=calibration.multiples,
