@@ -280,6 +280,19 @@ async def test_a_peer_that_stops_before_the_handshake_costs_its_time_out() -> No
         await pair.settled(15.0)
 
 
+async def test_a_refused_reservation_holds_nothing_on_any_rank_when_it_returns() -> None:
+    async with NodePair(world_size=2, settings=patient()) as pair:
+        blocker = pair.transfer(64 * BLOCK_TOKENS)
+        request = pb.ReserveRequest(grant=blocker.grant, prompt_tokens=len(blocker.tokens), remaining_s=60.0)
+        async with grpc.aio.insecure_channel(pair.senders[1].endpoint.address) as channel:
+            await pb_grpc.KvControlServiceStub(channel).Reserve(request, metadata=control_metadata(TOKEN), timeout=20)
+        error = await error_of(pair.transfer(64).reserve(staging_wait_s=0.05))
+        assert error.code is Code.STAGING_FULL
+        assert [node.status().leases for node in pair.senders] == [0, 1]
+        await pair.send_control.release(blocker.id, "test")
+        await pair.settled(15.0)
+
+
 # What cannot start, says so ---------------------------------------------------------------------------------------------
 
 
