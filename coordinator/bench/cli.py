@@ -31,8 +31,14 @@ def handover(
     json_file: JsonFile = None,
 ) -> None:
     """Time hand-overs between two caches without an engine: gather, pull until verified, scatter; beside UCX alone."""
-    from coordinator.bench.handover import MIB, HandoverSpec, measure, table
+    from coordinator.bench.handover import MIB, HandoverSpec, gpu_count, measure, table
 
+    _one_of("--device", device, ("cuda", "cpu"))
+    _one_of("--checksum", checksum, ("crc32c", "off"))
+    for name in transport or ():
+        _one_of("--transport", name, ("ucx", "grpc"))
+    if device == "cuda" and (count := gpu_count()) < 2:
+        raise _failed(f"a hand-over between GPUs needs two, this host shows {count}; --device cpu tries it without")
     sizes = tuple(blocks or (32, 68, 128))
     spec = HandoverSpec(
         device=device,
@@ -45,7 +51,10 @@ def handover(
         repeats=repeats,
         nixl_model=nixl_model,
     )
-    record = asyncio.run(measure(spec))
+    try:
+        record = asyncio.run(measure(spec))
+    except (RuntimeError, TimeoutError) as error:
+        raise _failed(error) from error
     _finish(record, table(record), json_file)
 
 
@@ -57,16 +66,38 @@ def serve_path(
     json_file: JsonFile = None,
 ) -> None:
     """Time both paths of a system that is up: unloaded, with prefill busy, and under an open loop. Or compare their tokens."""
-    from coordinator.bench import serve_path as path
+    import grpc.aio
 
-    chosen = path.ServePathSpec(**json.loads(spec))
+    from coordinator.bench import serve_path as path
+    from coordinator.compare.load import RequestFailedError
+
+    try:
+        chosen = path.ServePathSpec(**json.loads(spec))
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(f"not fields of ServePathSpec as JSON: {error}", param_hint="--spec") from error
     if parity_only:
-        found = asyncio.run(path.parity(gateway, chosen, path.PARITY_TEXTS))
+        try:
+            found = asyncio.run(path.parity(gateway, chosen, path.PARITY_TEXTS))
+        except grpc.aio.AioRpcError as error:
+            raise _failed(f"{gateway}: {error.code().name}: {error.details()}") from error
         text = f"parity: {found['equal']} of {found['compared']} prompts; colocated with itself: {found['floor']}"
         _finish(found, text, json_file)
         raise typer.Exit(0 if found["equal"] == found["compared"] else 1)
-    record = asyncio.run(path.measure(gateway, chosen, say=lambda what: typer.echo(what, err=True)))
+    try:
+        record = asyncio.run(path.measure(gateway, chosen, say=lambda what: typer.echo(what, err=True)))
+    except RequestFailedError as error:
+        raise _failed(f"{gateway}: {error}") from error
     _finish(record, path.table(record), json_file)
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(known)}", param_hint=option)
+
+
+def _failed(why: object) -> typer.Exit:
+    typer.echo(str(why), err=True)
+    return typer.Exit(1)
 
 
 def _finish(record: dict[str, Any], text: str, json_file: Path | None) -> None:

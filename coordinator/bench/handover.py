@@ -53,6 +53,13 @@ class HandoverSpec:
         return self.layers * self.layer_block_bytes
 
 
+def gpu_count() -> int:
+    """GPUs that torch sees here."""
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
 class Child:
     """A process that answers lines of JSON."""
 

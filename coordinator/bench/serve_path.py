@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from coordinator.compare.load import PATHS, GrpcClient, Outcome, run_one_at_a_time, run_probe
+from coordinator.compare.load import PATHS, GrpcClient, Outcome, RequestFailedError, run_one_at_a_time, run_probe
 from coordinator.compare.stats import percentile
 from coordinator.compare.undisturbed import prompt_client
 from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
@@ -61,7 +61,7 @@ async def measure(target: str, spec: ServePathSpec, *, say: Say = lambda text: N
     """Everything but parity, as one JSON-ready record.
 
     Raises:
-        RequestFailedError: the service serves no model, or cannot be reached.
+        RequestFailedError: the service serves no model, cannot be reached, or answers no unloaded request on one of the paths.
     """
     async with GrpcClient(target) as client:
         record: dict[str, Any] = {"model": await client.model(10.0), "spec": dataclasses.asdict(spec)}
@@ -144,6 +144,9 @@ async def _unloaded(client: GrpcClient, spec: ServePathSpec) -> dict[str, Any]:
         for path in PATHS if pair % 2 == 0 else PATHS[::-1]:
             outcomes[path] += await run_one_at_a_time(client, [planned[path][pair]], path=path, deadline_s=DEADLINE_S)
     rows = {path: _row(found) for path, found in outcomes.items()}
+    for path, row in rows.items():
+        if "ttft_p50_s" not in row:
+            raise RequestFailedError(f"no unloaded request was answered on the {path} path: {row['failures'][0]}")
     return {**rows, "ttft_difference_p50_s": rows["split"]["ttft_p50_s"] - rows["colocated"]["ttft_p50_s"]}
 
 
