@@ -9,7 +9,7 @@ from kvtransfer.plan import BlockRange, Cut
 from kvtransfer.rearrange import cut_blocks
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.staging import SlotHold
-from kvtransfer.transports.base import Memory, ReadByPeer, SendChannel
+from kvtransfer.transports.base import Memory, SendChannel
 from kvtransfer.waiting import Copies
 from protos.errors import Code
 
@@ -22,7 +22,10 @@ STREAMS = 8
 class Packer:
     """Cuts the chunks of one stream, in order. Owns its part of the room from the first chunk until `close`."""
 
-    def __init__(self, runtime: NodeRuntime, lease: Lease, cut: Cut, channel: SendChannel, chunk_bytes: int) -> None:
+    def __init__(
+        self, runtime: NodeRuntime, lease: Lease, cut: Cut, channel: SendChannel, chunk_bytes: int, *, once: bool
+    ) -> None:
+        """`once`: no part of the room is written twice; a receiver that does not say `cut` may read it until the end."""
         self._rt = runtime
         self._lease = lease
         self._cut = cut
@@ -30,8 +33,7 @@ class Packer:
         executor: Executor = runtime.executor
         self._copies = Copies(executor)
         self._hold: SlotHold | None = None
-        # The peer reads out of the room itself and says only at the end that it is done: no part of it is used twice.
-        self._once = isinstance(channel, ReadByPeer)
+        self._once = once
         share = runtime.pack.capacity_bytes // (STREAMS * PIECES)
         self.chunk_bytes = max(cut.block_bytes, min(chunk_bytes, share) // cut.block_bytes * cut.block_bytes)
         """The most that a chunk may have; one block at least."""

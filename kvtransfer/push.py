@@ -199,7 +199,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         most = min(rt.settings.chunk_bytes, request.max_chunk_bytes or rt.settings.chunk_bytes)
         if cut is None:
             return _Outgoing(lease, request.receiver_rank, channel, deadline, rt.block_bytes, most, None)
-        packer = Packer(rt, lease, cut, channel, most)
+        packer = Packer(rt, lease, cut, channel, most, once=not request.cut)
         return _Outgoing(lease, request.receiver_rank, channel, deadline, cut.block_bytes, packer.chunk_bytes, packer)
 
     async def _lease(self, request: pb.FetchRequest, deadline: float) -> Lease:

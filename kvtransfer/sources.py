@@ -130,6 +130,7 @@ class Source:
         fetch.receivers = self.plan.receivers
         fetch.share.CopyFrom(self.plan.share.part.to_proto())
         fetch.max_chunk_bytes = self.piece_bytes
+        fetch.cut = not self.plan.cut.whole
 
 
 @dataclass(frozen=True, slots=True)

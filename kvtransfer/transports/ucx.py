@@ -154,7 +154,9 @@ class UcxTransport:
         here = sender.host_id == self._host_id
         direct = theirs.direct_copy and self._direct_copy and here
         peer = Peer(sender.incarnation, theirs.address, error_handling=not direct)
-        source = theirs.process if here and self._readable(sender.incarnation, theirs.process) else None
+        # What is cut passes through a room that is written again before the peer hears that it was read.
+        reads = here and not request.cut and self._readable(sender.incarnation, theirs.process)
+        source = theirs.process if reads else None
         channel = self._core.open_channel()
         mine = WorkerAddress(self._core.address, direct, channel, self._process(), reads=source is not None)
         request.ucx_worker_address = mine.encode()

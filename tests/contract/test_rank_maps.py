@@ -86,10 +86,27 @@ async def test_bytes_beside_the_stream_too(name: str, scheme: str) -> None:
     if scheme == "ucx":
         pytest.importorskip("ucxx", exc_type=ImportError)
     p, d = CASES[name]
-    async with ShapePair(p, d, transports=lambda: [fresh(scheme)], chunk_bytes=128) as pair:
+    async with ShapePair(p, d, make_transports=lambda: [fresh(scheme)], chunk_bytes=128) as pair:
         for prompt, num_tokens in enumerate((*PROMPTS, 150)):
             await whole(pair, pair.transfer(num_tokens, scheme, prompt))
         await pair.settled()
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "ucx"])
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
+async def test_a_share_larger_than_its_room_passes_in_pieces(scheme: str, tp: tuple[int, int]) -> None:
+    """Also inside one host, where a peer would read whole blocks out of the sender's memory by itself."""
+    if scheme == "ucx":
+        pytest.importorskip("ucxx", exc_type=ImportError)
+    p, d = (Shape(tp=size, stages=(8,), total_heads=4, axes="token,head") for size in tp)
+    settings = {"transports": (scheme,), "default_transport": scheme, "pack_staging_bytes": 8192, "chunk_bytes": 1024}
+    async with ShapePair(p, d, **settings) as pair:
+        transfer = pair.transfer(300, scheme)
+        assert p.slot(0, 300).size > 4 * 8192
+        await whole(pair, transfer)
+        await pair.settled()
+        cut = sum(node.counters().get("shares_cut", 0) for node in pair.senders)
+        assert cut == (2 if tp == (1, 2) else 0)
 
 
 async def test_only_what_is_needed_travels() -> None:
@@ -168,7 +185,7 @@ async def test_random_faults_end_in_right_bytes_on_every_rank_or_in_an_error_on_
     passed = []
     for prompt, faults in enumerate(schedules):
         made = lambda faults=faults: [FaultyTransport(fresh(scheme), faults, delay_s=0.002)]  # noqa: E731
-        async with ShapePair(p, d, transports=made, progress_timeout_s=0.3, chunk_bytes=128) as pair:
+        async with ShapePair(p, d, make_transports=made, progress_timeout_s=0.3, chunk_bytes=128) as pair:
             transfer = pair.transfer(37, scheme, prompt)
             await transfer.reserve()
             transfer.gather_all()

@@ -79,11 +79,11 @@ class ShapeTransfer:
 class ShapePair:
     """Started senders of shape `p` and receivers of shape `d`. `async with` it; leaving it stops everything."""
 
-    def __init__(self, p: Shape, d: Shape, *, transports: Transports | None = None, **settings: Any) -> None:
+    def __init__(self, p: Shape, d: Shape, *, make_transports: Transports | None = None, **settings: Any) -> None:
         self.p, self.d = p, d
         known = small_settings(**{"progress_timeout_s": 10.0, "send_staging_bytes": 1 << 20, **_ROOM, **settings})
-        self.senders = _nodes(p, known, transports)
-        self.receivers = _nodes(d, known, transports)
+        self.senders = _nodes(p, known, make_transports)
+        self.receivers = _nodes(d, known, make_transports)
 
     async def __aenter__(self) -> ShapePair:
         await asyncio.gather(*(asyncio.to_thread(node.start) for node in self.nodes))
@@ -114,7 +114,7 @@ class ShapePair:
 _ROOM = {"receive_staging_bytes": 1 << 20, "pack_staging_bytes": 1 << 20, "chunk_bytes": 1024, "grpc_message_bytes": 700}
 
 
-def _nodes(shape: Shape, settings: KvTransferSettings, transports: Transports | None) -> list[KvNode]:
+def _nodes(shape: Shape, settings: KvTransferSettings, make_transports: Transports | None) -> list[KvNode]:
     incarnation = new_incarnation()
     return [
         KvNode(
@@ -124,7 +124,7 @@ def _nodes(shape: Shape, settings: KvTransferSettings, transports: Transports | 
             compatibility=shape.compatibility(rank),
             block_bytes=shape.block_bytes(rank),
             control_token=TOKEN,
-            transports=None if transports is None else transports(),
+            transports=None if make_transports is None else make_transports(),
         )
         for rank in range(shape.ranks)
     ]

@@ -191,7 +191,7 @@ class ChunkHeader(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, _Mapping]] = ..., last: _Optional[bool] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., tag: _Optional[int] = ..., address: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("grant", "attempt_id", "sender_incarnation", "receiver_incarnation", "transport", "ucx_worker_address", "receiver_host_id", "remaining_s", "receiver_rank", "receivers", "share", "max_chunk_bytes", "transport_address", "token_hash")
+    __slots__ = ("grant", "attempt_id", "sender_incarnation", "receiver_incarnation", "transport", "ucx_worker_address", "receiver_host_id", "remaining_s", "receiver_rank", "receivers", "share", "max_chunk_bytes", "transport_address", "token_hash", "cut")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class FetchRequest(_message.Message):
     MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     grant: TransferGrant
     attempt_id: str
     sender_incarnation: str
@@ -220,7 +221,8 @@ class FetchRequest(_message.Message):
     max_chunk_bytes: int
     transport_address: bytes
     token_hash: bytes
-    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., receiver_host_id: _Optional[str] = ..., remaining_s: _Optional[float] = ..., receiver_rank: _Optional[int] = ..., receivers: _Optional[int] = ..., share: _Optional[_Union[KvHolding, _Mapping]] = ..., max_chunk_bytes: _Optional[int] = ..., transport_address: _Optional[bytes] = ..., token_hash: _Optional[bytes] = ...) -> None: ...
+    cut: bool
+    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., receiver_host_id: _Optional[str] = ..., remaining_s: _Optional[float] = ..., receiver_rank: _Optional[int] = ..., receivers: _Optional[int] = ..., share: _Optional[_Union[KvHolding, _Mapping]] = ..., max_chunk_bytes: _Optional[int] = ..., transport_address: _Optional[bytes] = ..., token_hash: _Optional[bytes] = ..., cut: _Optional[bool] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("header", "payload")
