@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from coordinator.planning.values import RefusedValueError, format_bytes, parse_count, positive
+from coordinator.planning.values import MOST, RefusedValueError, format_bytes, parse_count, positive
 
 if TYPE_CHECKING:
     from coordinator.planning.capacity import CapacityPlan, Measured
@@ -208,6 +208,8 @@ def _bytes(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise RefusedValueError(option, str(error)) from error
+    except OverflowError as error:
+        raise RefusedValueError(option, f"must be at most {MOST:.0e}") from error
 
 
 def _refused(error: RefusedValueError) -> typer.BadParameter:

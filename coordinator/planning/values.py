@@ -30,14 +30,22 @@ class RefusedValueError(ValueError):
         self.reason = reason
 
 
+MOST = 10**18
+"""Beyond this a number was mistyped."""
+
+
 def at_least(option: str, value: float, least: float) -> None:
-    """Raises `RefusedValueError` unless `value` is finite and at least `least`."""
-    if not (math.isfinite(value) and value >= least):
+    """Raises `RefusedValueError` unless `value` lies between `least` and `MOST`."""
+    if not value <= MOST:
+        raise RefusedValueError(option, f"must be at most {MOST:.0e}")
+    if value < least:
         raise RefusedValueError(option, f"must be at least {least:g}, got {value:g}")
 
 
 def positive(option: str, value: float) -> None:
-    """Raises `RefusedValueError` unless `value` is finite and above 0."""
+    """Raises `RefusedValueError` unless `value` is above 0 and at most `MOST`."""
+    if value > MOST:
+        raise RefusedValueError(option, f"must be at most {MOST:.0e}")
     if not (math.isfinite(value) and value > 0):
         raise RefusedValueError(option, f"must be above 0, got {value:g}")
 

@@ -302,6 +302,20 @@ class TestCommands:
         for word in words:
             assert word in done.output
 
+    @pytest.mark.parametrize("value", ["-1", "nan", "9" * 400])
+    @pytest.mark.parametrize(
+        "option",
+        [
+            "--tokens", "--layers", "--kv-heads", "--head-dim", "--dtype-bytes", "--requests", "--tp", "--pp", "--block-tokens",
+            "--parameters", "--memory", "--memory-share", "--reserve", "--kv-format", "--weight-format",
+        ],
+    )  # fmt: skip
+    def test_no_value_breaks_a_plan(self, option: str, value: str) -> None:
+        """It is planned with, or refused by the option's name; nothing else."""
+        done = run("kv", "--tokens", "8", "--layers", "2", "--kv-heads", "2", "--head-dim", "4", "--memory", "1GB", option, value)
+        assert done.exit_code in (0, 2)
+        assert done.exit_code == 0 or option in done.output
+
     def test_a_record_is_not_applied_to_another_mix_in_silence(self, tmp_path: Path) -> None:
         path = tmp_path / "record.json"
         path.write_text(json.dumps(record(4.0, 4.0, 4.0)))
