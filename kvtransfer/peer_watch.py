@@ -73,11 +73,11 @@ class PeerWatch:
         """
         task = asyncio.current_task()
         assert task is not None
-        key, pull = (sender.incarnation, sender.rank), _Pull(task)
+        key, pull = (sender.incarnation, sender.rank), _Pull(task, stub)
         self._senders.watch(key, self._now())
         self._pulling.setdefault(key, set()).add(pull)
         if key not in self._pings:
-            self._pings[key] = asyncio.create_task(self._ping(stub, key), name=f"heartbeat {key[0]}.{key[1]}")
+            self._pings[key] = asyncio.create_task(self._ping(key), name=f"heartbeat {key[0]}.{key[1]}")
         try:
             yield
         except asyncio.CancelledError:
@@ -96,9 +96,11 @@ class PeerWatch:
         """A message of its came, or bytes."""
         self._senders.heard((sender.incarnation, sender.rank), self._now())
 
-    async def _ping(self, stub: Any, key: Key) -> None:
+    async def _ping(self, key: Key) -> None:
         request = pb.HeartbeatRequest(incarnation=self._incarnation, expected_incarnation=key[0], rank=self._rank)
         while True:
+            # Whoever pulls now holds its connection open; an earlier one's may be closed.
+            stub = next(iter(self._pulling[key])).stub
             try:
                 await stub.Heartbeat(request, timeout=self.limit_s)
             except grpc.aio.AioRpcError as exc:
@@ -157,8 +159,9 @@ class PeerWatch:
 class _Pull:
     """A task that waits for a sender. Cancelled by `end`, and told so by `silent_s`."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
+    def __init__(self, task: asyncio.Task[Any], stub: Any) -> None:
         self._task = task
+        self.stub = stub
         self.cancels_before = task.cancelling()
         self.silent_s: float | None = None
 

@@ -114,6 +114,21 @@ async def test_several_pulls_of_one_sender_share_its_heartbeats_and_end_together
     assert not watched.watch._pings
 
 
+async def test_heartbeats_go_over_a_connection_that_somebody_holds() -> None:
+    """The first pull's connection may be closed when it ends."""
+    watched = Watched()
+    watched.watch._interval_s = 0.0
+    first, second = Stub(answers=True), Stub(answers=True)
+    async with watched.pull(second):
+        async with watched.pull(first):
+            pass
+        before = len(first.asked)
+        async with asyncio.timeout(5):
+            while len(second.asked) < 3:  # noqa: ASYNC110 - a list has no event
+                await asyncio.sleep(0)
+        assert len(first.asked) == before
+
+
 def test_a_silent_receiver_ends_its_transfers_once_and_no_other_ones() -> None:
     watched = Watched()
     with (
