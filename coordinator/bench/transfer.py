@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordinator.bench.transfer_summary import Sample
@@ -14,6 +14,7 @@ from kvtransfer.bench.halves import Pair, PathError, PathSpec
 from kvtransfer.bench.shape import MIB, REAL, SYNTHETIC, Case
 from kvtransfer.config import KvTransferSettings
 
+MEMORY = "memory"
 BOUNDS = ("memcpy", "crc32c", "readv", "readv_crc32c")
 OURS = ("ucx", "grpc")
 UCX_ALONE = "ucx contained"
@@ -35,10 +36,11 @@ class Plan:
     sizes: tuple[int, ...]
     repeats: int
     model: Path
+    thorough: bool = True
 
     @classmethod
     def make(cls, *, quick: bool, model: Path) -> Plan:
-        return cls((32, 64, 128), 5, model) if quick else cls((1, 4, 16, 32, 64, 128), 15, model)
+        return cls((32, 64, 128), 5, model, thorough=False) if quick else cls((1, 4, 16, 32, 64, 128), 15, model)
 
 
 @dataclass(slots=True)
@@ -52,14 +54,15 @@ class Outcome:
 
 def specs(plan: Plan) -> tuple[list[PathSpec], dict[str, str]]:
     """What to run, and what is missing here with the way to get it."""
-    made = [PathSpec(name, "kvtransfer.bench.bounds", (("what", name),)) for name in BOUNDS]
+    made = [PathSpec(MEMORY, "kvtransfer.bench.bounds")]
     message_bytes = KvTransferSettings().grpc_message_bytes
     missing: dict[str, str] = {}
     if importlib.util.find_spec("ucxx") is None:
-        missing["ucx"] = missing[UCX_ALONE] = "ucxx is not installed (extra cpu or gpu)"
+        missing["ucx"] = "ucxx is not installed (extra cpu or gpu)"
     else:
         made.append(PathSpec("ucx", "kvtransfer.bench.ours", (("transport", "ucx"),)))
-        made.append(PathSpec(UCX_ALONE, "kvtransfer.bench.ours", (("transport", "ucx"), ("ucx_same_host", "contained"))))
+        if plan.thorough:
+            made.append(PathSpec(UCX_ALONE, "kvtransfer.bench.ours", (("transport", "ucx"), ("ucx_same_host", "contained"))))
     made.append(PathSpec("grpc", "kvtransfer.bench.ours", (("transport", "grpc"),)))
     made.append(PathSpec(RAW_GRPC, "kvtransfer.bench.grpc_stream", (("message_bytes", message_bytes),)))
     wheels = [name for name in ("nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
@@ -85,6 +88,9 @@ def cases(plan: Plan, path: str) -> Iterator[Case]:
         small = Case(SYNTHETIC.name, size * MIB, transfers)
         if path == RAW_GRPC:
             yield Case(REAL.name, size * MIB, transfers, staged=True)
+            continue
+        if path == MEMORY:
+            yield from (replace(real, what=what) for what in BOUNDS)
             continue
         yield real
         if path in OURS:
@@ -116,9 +122,9 @@ def measure(plan: Plan, say: Say, advance: Advance) -> Outcome:
 
 
 def _start(wanted: Sequence[PathSpec], pairs: dict[str, Pair], outcome: Outcome, say: Say, advance: Advance) -> None:
+    pairs.update((spec.name, Pair(spec)) for spec in wanted)
     for number, spec in enumerate(wanted):
         say(f"starting {spec.name}")
-        pairs[spec.name] = Pair(spec)
         try:
             pairs[spec.name].start()
             pairs[spec.name].pause()
@@ -137,7 +143,7 @@ def _one_round(pair: Pair, wanted: Sequence[Case], repeat: int, samples: list[Sa
                 pair.verify(case)
             continue
         sample = Sample(
-            path=pair.name,
+            path=case.what or pair.name,
             layout=case.layout,
             size_mib=case.size_bytes / MIB,
             staged=case.staged,
@@ -152,7 +158,7 @@ def _one_round(pair: Pair, wanted: Sequence[Case], repeat: int, samples: list[Sa
 
 def _drop(pairs: dict[str, Pair], path: str, error: PathError, outcome: Outcome) -> None:
     pairs.pop(path).close()
-    if path in OURS or path in BOUNDS:
+    if path in (*OURS, MEMORY):
         raise error
     outcome.missing[path] = str(error)
     outcome.samples = [sample for sample in outcome.samples if sample.path != path]

@@ -1,4 +1,4 @@
-"""What this machine's memory allows: one plain operation over the same bytes. Option `what`:
+"""What this machine's memory allows: one plain operation over the same bytes, by a case's `what`:
 
 `memcpy`: a copy within one process; `crc32c`: a checksum of bytes not in the cache; `readv`: `process_vm_readv` from the other
 process; `readv_crc32c`: the same with the checksum of each piece while it is in the cache.
@@ -23,12 +23,11 @@ class Half:
     """Both halves: the sender's memory is there to be read."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._what = options["what"]
         self._area = host_memory(AREA_BYTES)
         self._target = host_memory(AREA_BYTES)
 
     def setup(self) -> dict[Any, Any]:
-        self._area[:] = np.random.default_rng(1).integers(0, 256, AREA_BYTES, dtype=np.uint8)
+        self._area[:] = np.frombuffer(np.random.default_rng(1).bytes(AREA_BYTES), np.uint8)
         self._target[:] = 0
         return {"process": this_process().encode(), "address": address_of(self._area)}
 
@@ -48,17 +47,17 @@ class Receiver(Half):
         begun = time.perf_counter()
         for number in range(case.transfers):
             offset = number * each % (AREA_BYTES - each + 1)
-            self._once(offset, each)
+            self._once(case.what, offset, each)
         return time.perf_counter() - begun
 
-    def _once(self, offset: int, size: int) -> None:
+    def _once(self, what: str, offset: int, size: int) -> None:
         source, target = self._area[offset : offset + size], self._target[offset : offset + size]
-        if self._what == "memcpy":
+        if what == "memcpy":
             target[:] = source
-        elif self._what == "crc32c":
+        elif what == "crc32c":
             crc32c(source)
         else:
-            check = self._what == "readv_crc32c"
+            check = what == "readv_crc32c"
             read_all(self._process, self._address + offset, target, check=check, stopped=lambda: False, moved=lambda: None)
 
 

@@ -6,6 +6,8 @@ count: from the word "go", which both halves get at once, until its last byte is
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 
 from kvtransfer.bench.shape import Case
 
+_PR_SET_PDEATHSIG = 1
 ANSWER_S = 240.0
 """Starting vLLM takes a minute on a busy machine; a run that takes this long is broken."""
 STOP_S = 10.0
@@ -70,16 +73,16 @@ class Pair:
         """Set both halves up and make them known to each other. Raises `PathError`."""
         facts = self._both("setup")
         for side, other in (("sender", "receiver"), ("receiver", "sender")):
-            self._pipes[side].send(("connect", facts[other]))
+            self._tell(side, "connect", facts[other])
         for side in self._pipes:
             self._answer(side)
 
     def run(self, case: Case) -> float:
         """Seconds of one run. Raises `PathError`."""
         if case.staged:
-            self._pipes["sender"].send(("run", case))
+            self._tell("sender", "run", case)
             self._answer("sender")
-            self._pipes["receiver"].send(("run", case))
+            self._tell("receiver", "run", case)
             seconds = self._answer("receiver")
         else:
             seconds = self._both("run", case)["receiver"]
@@ -88,7 +91,7 @@ class Pair:
 
     def verify(self, case: Case) -> None:
         """Raises `PathError` when the receiver does not hold the sender's bytes."""
-        self._pipes["receiver"].send(("verify", case))
+        self._tell("receiver", "verify", case)
         self._answer("receiver")
 
     def pause(self) -> None:
@@ -116,10 +119,15 @@ class Pair:
             pipe.close()
 
     def _both(self, *message: Any) -> dict[str, Any]:
-        for pipe in self._pipes.values():
-            pipe.send(message)
+        for side in self._pipes:
+            self._tell(side, *message)
         # The receiver first: its failure is usually the cause of the sender's.
         return {side: self._answer(side) for side in ("receiver", "sender")}
+
+    def _tell(self, side: str, *message: Any) -> None:
+        # A half that has ended said why before: its answer is still in the pipe.
+        with contextlib.suppress(BrokenPipeError):
+            self._pipes[side].send(message)
 
     def _answer(self, side: str) -> Any:
         pipe = self._pipes[side]
@@ -140,6 +148,8 @@ def _signal(process: Any, number: int) -> None:
 
 
 def _serve(pipe: Connection, module: str, side: str, options: dict[str, Any]) -> None:
+    # A parent that is killed cannot end children that it has stopped.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     half: Half | None = None
     try:
         half = getattr(importlib.import_module(module), side)(options)

@@ -143,7 +143,8 @@ class Sender(_Half):
 
     def _gather(self, node: KvNode, transfer_id: bytes, ids: list[int], case: Case) -> None:
         layout = LAYOUTS[case.layout]
-        step = max(1, KvTransferSettings().chunk_bytes // layout.block_bytes)
+        chunk_bytes = self._options.get("chunk_bytes", KvTransferSettings().chunk_bytes)
+        step = max(1, chunk_bytes // layout.block_bytes)
         for first in range(0, len(ids), step):
             part = ids[first : first + step]
             rows = node.send_view(transfer_id, first, len(part))

@@ -51,7 +51,8 @@ LAYOUTS = {layout.name: layout for layout in (REAL, SYNTHETIC)}
 class Case:
     """One thing to time: `transfers` prompts of `size_bytes` (nominal) each, as many of them under way at once as `depth`.
 
-    `staged`: from slot to slot only, for paths that stage; otherwise from cache blocks to cache blocks.
+    `staged`: from slot to slot only, for paths that stage; otherwise from cache blocks to cache blocks. `what`: which
+    operation, for a path that has several.
     """
 
     layout: str
@@ -60,6 +61,7 @@ class Case:
     depth: int = 2
     staged: bool = False
     check: bool = True
+    what: str = ""
 
     @property
     def num_blocks(self) -> int:
@@ -84,10 +86,14 @@ def cache(side: str) -> list[np.ndarray]:
     layers = [host_memory(LAYER_BYTES) for _ in range(REAL.layers)]
     for number, layer in enumerate(layers):
         if side == "sender":
-            layer[:] = np.random.default_rng(number).integers(0, 256, LAYER_BYTES, dtype=np.uint8)
+            layer[:] = _pattern(number)
         else:
             layer[:] = 0  # touched: a transfer does not pay for the kernel's first page
     return layers
+
+
+def _pattern(layer: int) -> np.ndarray:
+    return np.frombuffer(np.random.default_rng(layer).bytes(LAYER_BYTES), np.uint8)
 
 
 def as_layout(layers: list[np.ndarray], layout: Layout) -> list[np.ndarray]:
@@ -99,8 +105,7 @@ def verify(layers: list[np.ndarray], case: Case) -> None:
     """Raise `AssertionError` unless the receiver's blocks hold what the sender's were made of."""
     layout = LAYOUTS[case.layout]
     for number in (0, layout.layers // 2, layout.layers - 1):
-        size = len(layers[number])
-        sent = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8).reshape(-1, layout.piece_bytes)
+        sent = _pattern(number).reshape(-1, layout.piece_bytes)
         got = layers[number].reshape(-1, layout.piece_bytes)
         for source, target in zip(case.block_ids("sender"), case.block_ids("receiver"), strict=True):
             assert np.array_equal(sent[source], got[target]), f"layer {number}: block {target} is not the sender's {source}"

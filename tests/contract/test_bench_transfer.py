@@ -8,7 +8,7 @@ import os
 import pytest
 
 from coordinator.bench import transfer
-from coordinator.bench.transfer import NIXL, Outcome, Plan
+from coordinator.bench.transfer import BOUNDS, MEMORY, NIXL, Outcome, Plan
 from kvtransfer.bench.halves import Pair, PathError, PathSpec
 from kvtransfer.bench.shape import MIB, REAL, SYNTHETIC, Case
 
@@ -19,7 +19,7 @@ SPECS = {
     "ucx": PathSpec("ucx", OURS, (("transport", "ucx"),)),
     "grpc": PathSpec("grpc", OURS, (("transport", "grpc"),)),
     "stream": PathSpec("stream", "kvtransfer.bench.grpc_stream", (("message_bytes", MIB),)),
-    "bound": PathSpec("bound", "kvtransfer.bench.bounds", (("what", "readv_crc32c"),)),
+    "bound": PathSpec("bound", "kvtransfer.bench.bounds"),
     "nixl": PathSpec("nixl", "kvtransfer.bench.nixl_read"),
 }
 NEEDS = {"ucx": "ucxx", "nixl": "nixl_cu12"}
@@ -33,7 +33,7 @@ def test_a_path_moves_its_bytes_and_ends(name: str) -> None:
     pair = Pair(SPECS[name])
     try:
         pair.start()
-        cases = [Case(REAL.name, 6 * MIB, 2)]
+        cases = [Case(REAL.name, 6 * MIB, 2, what="readv_crc32c" if name == "bound" else "")]
         if name in ("ucx", "grpc", "stream"):
             cases.append(Case(REAL.name, 6 * MIB, 2, staged=True))
         if name in ("ucx", "nixl"):
@@ -53,7 +53,7 @@ def test_a_path_moves_its_bytes_and_ends(name: str) -> None:
 def test_a_peer_that_fails_is_missing_and_one_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(sizes=(2,), repeats=1, model=os.path.devnull)  # type: ignore[arg-type]
     broken = "kvtransfer.bench.no_such_path"
-    good = PathSpec("memcpy", "kvtransfer.bench.bounds", (("what", "memcpy"),))
+    good = PathSpec(MEMORY, "kvtransfer.bench.bounds")
 
     def measure(*specs: PathSpec) -> Outcome:
         monkeypatch.setattr(transfer, "specs", lambda _: (list(specs), {}))
@@ -61,6 +61,6 @@ def test_a_peer_that_fails_is_missing_and_one_of_ours_is_an_error(monkeypatch: p
 
     outcome = measure(good, PathSpec(NIXL, broken))
     assert "no_such_path" in outcome.missing[NIXL]
-    assert {sample.path for sample in outcome.samples} == {"memcpy"}
+    assert {sample.path for sample in outcome.samples} == set(BOUNDS)
     with pytest.raises(PathError, match="no_such_path"):
         measure(PathSpec("grpc", broken))

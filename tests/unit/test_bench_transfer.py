@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.bench import transfer_report
-from coordinator.bench.transfer import BOUNDS, CONNECTOR, NIXL, RAW_GRPC, Outcome, Plan, cases
+from coordinator.bench.transfer import BOUNDS, CONNECTOR, MEMORY, NIXL, RAW_GRPC, Outcome, Plan, cases
 from coordinator.bench.transfer_summary import Sample, bound, paired_ratio, rate, rates
 from kvtransfer.bench.shape import LAYOUTS, MIB, REAL, SYNTHETIC, Case
 
@@ -110,9 +110,10 @@ def test_it_draws(tmp_path: Path) -> None:
 
 def test_every_path_is_timed_at_every_size() -> None:
     plan = Plan.make(quick=False, model=Path("models/none"))
-    for path in (*BOUNDS, "ucx", "grpc", NIXL, CONNECTOR, RAW_GRPC):
+    for path in (MEMORY, "ucx", "grpc", NIXL, CONNECTOR, RAW_GRPC):
         sizes = {case.size_bytes // MIB for case in cases(plan, path) if case.layout == REAL.name}
         assert sizes == set(plan.sizes)
     assert {case.layout for case in cases(plan, "ucx")} == {REAL.name, SYNTHETIC.name}
     assert {case.layout for case in cases(plan, CONNECTOR)} == {REAL.name}
+    assert {case.what for case in cases(plan, MEMORY)} == set(BOUNDS)
     assert any(not case.check for case in cases(plan, "ucx"))
