@@ -102,9 +102,9 @@ async def test_a_stopped_receiver_ends_the_lease(two: Two) -> None:
     try:
         async with asyncio.timeout(LONG_S / 2):
             status = await two.status(two.sender)
-            while status.counters["receiver_silent"] == 0:
+            # The lease ends; its slot may still be held for what the receiver was given.
+            while status.counters["receiver_silent"] == 0 or status.lease_states:
                 status = await two.status(two.sender)
-        assert not status.lease_states, "the lease is over; its slot may still be read by what the receiver was given"
     finally:
         os.kill(two.receiver.pid, signal.SIGCONT)
     error = await error_of(pull)
