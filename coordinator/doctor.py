@@ -216,7 +216,11 @@ def _rdma(facts: Facts) -> Finding:
 def _cma(facts: Facts) -> Finding:
     scope = "no Yama" if facts.ptrace_scope is None else f"ptrace_scope {facts.ptrace_scope}"
     if facts.ucx.direct_copy_large.startswith("cma"):
-        return Finding("CMA (one-copy)", Level.OK, f"works, used with kvtransfer.ucx_same_host=direct; {scope}")
+        return Finding(
+            "CMA (one-copy)",
+            Level.OK,
+            f"works: kvtransfer.ucx_same_host=one_copy, the default, makes this call itself, direct leaves it to UCX; {scope}",
+        )
     advice = "allow it: sysctl kernel.yama.ptrace_scope=0, or a container with --cap-add=SYS_PTRACE"
     return Finding("CMA (one-copy)", Level.WARN, f"does not work; {scope}", advice)
 

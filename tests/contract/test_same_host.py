@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import google_crc32c
+import grpc
 import numpy as np
 import pytest
 
@@ -206,15 +207,15 @@ async def test_a_changed_byte_is_seen(pair: NodePair, monkeypatch: pytest.Monkey
 
 async def test_the_senders_slot_is_held_until_the_receiver_has_spoken(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A `Complete` that is lost is sent again; until it has arrived the slot's bytes are not given to anybody else."""
-    from kvtransfer import pull, push
+    from kvtransfer import completion, push
 
-    monkeypatch.setattr(pull, "COMPLETE_PAUSE_S", 0.01)
+    monkeypatch.setattr(completion, "COMPLETE_PAUSE_S", 0.01)
     deaf = True
     original = push.KvTransferServicer.Complete
 
     async def hearing(self: push.KvTransferServicer, request: pb.CompleteRequest, context: Any) -> pb.CompleteResponse:
         if deaf:
-            await context.abort(push.grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
         return await original(self, request, context)
 
     monkeypatch.setattr(push.KvTransferServicer, "Complete", hearing)
