@@ -18,6 +18,8 @@ def simulated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         f"engine.model_path={checkpoint}",
         "pools.prefill.replicas=1",
         "pools.decode.replicas=1",
+        # Another shape than prefill: every hand-over passes the rank map.
+        "pools.decode.engine.tensor_parallel_size=2",
         "coordinator.heartbeat_interval_s=0.5",
         "coordinator.missed_heartbeats=4",
         "coordinator.drain_timeout_s=20",

@@ -86,7 +86,8 @@ class ShapePair:
         self.receivers = _nodes(d, known, make_transports)
 
     async def __aenter__(self) -> ShapePair:
-        await asyncio.gather(*(asyncio.to_thread(node.start) for node in self.nodes))
+        for node in self.nodes:
+            await asyncio.to_thread(node.start)
         self.send_control = RankControl([node.endpoint for node in self.senders], TOKEN)
         self.receive_control = RankControl([node.endpoint for node in self.receivers], TOKEN)
         return self
