@@ -53,6 +53,9 @@ class KvTransferSettings(BaseModel):
     chunk_bytes: PositiveInt = Field(
         16 * MIB, description="Staged blocks are sent in chunks of at most this, each with a checksum."
     )
+    device_chunk_bytes: PositiveInt = Field(
+        256 * MIB, description="The same where staging lies on a GPU: a message costs more there, and bytes cost nearly nothing."
+    )
     leaked_attachments: PositiveInt = Field(
         64,
         description="Segments of killed peers that UCX may keep attached, two each; beyond it a worker drains and is replaced.",

@@ -196,7 +196,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         self, request: pb.FetchRequest, lease: Lease, cut: Cut | None, channel: SendChannel, deadline: float
     ) -> _Outgoing:
         rt = self._rt
-        most = min(rt.settings.chunk_bytes, request.max_chunk_bytes or rt.settings.chunk_bytes)
+        most = min(rt.chunk_bytes, request.max_chunk_bytes or rt.chunk_bytes)
         if cut is None:
             return _Outgoing(lease, request.receiver_rank, channel, deadline, rt.block_bytes, most, None)
         packer = Packer(rt, lease, cut, channel, most, once=not request.cut)

@@ -22,7 +22,7 @@ from kvtransfer.config import KvTransferSettings
 from kvtransfer.layout import fingerprint
 from kvtransfer.lease import Action, Lease, LeaseTable
 from kvtransfer.machine import Refusal
-from kvtransfer.memory import use_device_of
+from kvtransfer.memory import on_device, use_device_of
 from kvtransfer.metrics import KvMetrics
 from kvtransfer.peer_watch import PeerWatch
 from kvtransfer.peers import Peers
@@ -83,6 +83,11 @@ class NodeRuntime:
         self.maps = PlanCache()
         self.pending_fetches = 0
         self._polling: set[bytes] = set()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Most that one chunk out of this rank's staging may be."""
+        return self.settings.device_chunk_bytes if on_device(self.send_memory) else self.settings.chunk_bytes
 
     def bind(self) -> None:
         """Take the running loop as this node's."""

@@ -25,7 +25,7 @@ def handover(
     transport: Annotated[list[str] | None, typer.Option(help="ucx, grpc; repeatable.")] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 50,
     checksum: Annotated[str, typer.Option(help="crc32c or off.")] = "crc32c",
-    chunk_mib: Annotated[int, typer.Option(min=1, help="kvtransfer.chunk_bytes, MiB.")] = 256,
+    chunk_mib: Annotated[int, typer.Option(min=1, help="kvtransfer.chunk_bytes and device_chunk_bytes, MiB.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Layers of 64 KiB a block; 32 is an 8B Llama shape.")] = 32,
     nixl_model: Annotated[str, typer.Option(help="Measure vLLM's NixlConnector too, with this folder's config.json.")] = "",
     json_file: JsonFile = None,

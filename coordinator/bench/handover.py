@@ -42,7 +42,7 @@ class HandoverSpec:
     sizes_blocks: tuple[int, ...] = (32, 68, 128)
     transports: tuple[str, ...] = ("ucx",)
     checksum: str = "crc32c"
-    chunk_bytes: int = 64 * MIB
+    chunk_bytes: int = 256 * MIB
     repeats: int = 50
     settings: dict[str, Any] = field(default_factory=dict)
     nixl_model: str = ""
@@ -157,6 +157,7 @@ def _describe(spec: HandoverSpec, seed: int) -> dict[str, Any]:
         "receive_staging_bytes": 2 * largest,
         "checksum": spec.checksum,
         "chunk_bytes": spec.chunk_bytes,
+        "device_chunk_bytes": spec.chunk_bytes,
         **spec.settings,
     }
     return {
