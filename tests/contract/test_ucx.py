@@ -230,7 +230,7 @@ async def test_sender_killed_before_its_payload_is_read(rig: Rig) -> None:
     started = time.monotonic()
     with pytest.raises(TransportError) as raised:
         await channel.accept(pb.FetchResponse.FromString(bytes.fromhex(response)), lambda _: target, 2)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 20, "by the time-out of 2 s or by UCX, on however busy a machine"
     assert raised.value.reason in {"timeout", "peer_lost"}
     await channel.close()
     rig.transport.peer_died(remote.incarnation)
