@@ -7,26 +7,30 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+"""Of one prompt or output; beyond this a number was mistyped."""
+
+
 class Fixed(_Spec):
     """Every length the same."""
 
     kind: Literal["fixed"]
-    tokens: PositiveInt
+    tokens: Tokens
 
 
 class Uniform(_Spec):
     """Whole numbers from `low` to `high`, both included."""
 
     kind: Literal["uniform"]
-    low: PositiveInt
-    high: PositiveInt
+    low: Tokens
+    high: Tokens
 
     @model_validator(mode="after")
     def _ordered(self) -> Uniform:
@@ -41,8 +45,8 @@ class LogNormal(_Spec):
     kind: Literal["lognormal"]
     median: float = Field(gt=0)
     sigma: float = Field(ge=0, le=5)
-    low: PositiveInt = 1
-    high: PositiveInt
+    low: Tokens = 1
+    high: Tokens
 
     @model_validator(mode="after")
     def _ordered(self) -> LogNormal:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.compare.shapes import RequestShape, Segment
 from coordinator.compare.workload import SALT_TOKENS
@@ -24,8 +24,8 @@ class Pool(_Spec):
     """
 
     kind: Literal["pool"]
-    count: PositiveInt
-    tokens: PositiveInt = Field(ge=SALT_TOKENS)
+    count: int = Field(ge=1, le=1_000_000)
+    tokens: int = Field(ge=SALT_TOKENS, le=10_000_000)
     skew: float = Field(0.0, ge=0, le=5)
 
 
@@ -37,9 +37,9 @@ class Turns(_Spec):
     """
 
     kind: Literal["turns"]
-    turns: PositiveInt = Field(ge=2)
-    open: PositiveInt = 8
-    system: int = Field(0, ge=0)
+    turns: int = Field(ge=2, le=1000)
+    open: int = Field(8, ge=1, le=1_000_000)
+    system: int = Field(0, ge=0, le=10_000_000)
 
 
 Prefix = Annotated[Pool | Turns, Field(discriminator="kind")]

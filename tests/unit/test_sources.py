@@ -424,6 +424,8 @@ class TestSpecification:
             ({"input": {"kind": "uniform", "low": 5, "high": 3}}, "input"),
             ({"arrivals": {"kind": "gamma", "cv": 0}}, "arrivals.cv: "),
             ({"prefix": {"kind": "turns", "turns": 1}}, "prefix.turns: "),
+            ({"prefix": {"kind": "pool", "count": 10**9, "tokens": 16}}, "prefix.count: "),
+            ({"input": {"kind": "fixed", "tokens": 10**9}}, "input.tokens: "),
             ({"first_token": 9, "end_token": 9}, "first_token must be below"),
         ],
     )
