@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +32,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, TpEn
     checkpoint: Path = tmp_path_factory.mktemp("llama")
     random_llama(checkpoint)
     made: dict[int, TpEngine] = {}
-    try:
+    with contextlib.ExitStack() as ends:
         for tp in (1, 2):
             made[tp] = TpEngine(checkpoint, tp)
+            ends.callback(made[tp].close)
         yield made
-    finally:
-        for engine in made.values():
-            engine.close()
 
 
 def prompt_of(length: int) -> list[int]:

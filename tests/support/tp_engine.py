@@ -6,8 +6,10 @@ Several engines may live side by side: nothing of a rank is in this process.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,10 @@ def random_llama(path: Path) -> None:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).float().save_pretrained(path)
+
+
+def _tracker_pid(tracker: Any = resource_tracker._resource_tracker) -> int | None:
+    return getattr(tracker, "_pid", None)
 
 
 class TpEngine:
@@ -98,8 +104,13 @@ class TpEngine:
                     ),
                 )
             )
+        # The resource tracker serves all of this process's children and ends with it.
+        before |= {child for child in psutil.Process().children() if child.pid == _tracker_pid()}
         self._ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
-        mapped = [area.path for rank in self._ranks for area in rank.memory_maps()]
+        mapped: list[str] = []
+        for rank in self._ranks:
+            with contextlib.suppress(psutil.Error):  # a short-lived child of vLLM's that has ended meanwhile
+                mapped += [area.path for area in rank.memory_maps()]
         self._segments = {Path(path) for path in mapped if path.startswith("/dev/shm/vllm_dist_")}
         self.registered = sorted(registrar.requests, key=lambda request: request.endpoint.rank)
         self.actor.call(registrar.stop())
@@ -112,11 +123,10 @@ class TpEngine:
     def close(self) -> None:
         """Returns when the ranks' processes are gone; fails when they stay."""
         self.actor.call(self.control.close())
-        self.llm.engine_core.shutdown()
+        with environment({"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}):  # then they are told by a signal
+            self.llm.engine_core.shutdown()
         self.actor.stop()
-        # The resource tracker among them serves all of this process's children and ends with it.
-        ranks = [child for child in self._ranks if child.is_running() and "resource_tracker" not in " ".join(child.cmdline())]
-        _, alive = psutil.wait_procs(ranks, timeout=WAIT_S)
+        _, alive = psutil.wait_procs(self._ranks, timeout=WAIT_S)
         assert not alive, f"ranks outlive their engine: {alive}"
         # vLLM's shared memory between the ranks of a CPU engine, which nobody removes.
         for segment in self._segments:
