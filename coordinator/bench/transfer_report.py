@@ -102,7 +102,7 @@ def record(outcome: Outcome, plan: Plan) -> dict[str, Any]:
         "format": FORMAT,
         "kind": "bench transfer",
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": ["splitpoint", *sys.argv[1:]],
         "git_commit": git_commit(),
         "hardware": hardware(),
         "versions": versions(),
