@@ -15,7 +15,7 @@ from kvtransfer.rpc import control_metadata
 from protos.errors import Code
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 from protos.splitpoint.v1 import kv_transfer_pb2_grpc as pb_grpc
-from tests.support.kv_nodes import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, NodePair, assert_scattered, error_of, until
+from tests.support.kv_nodes import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, NodePair, assert_scattered, error_of, fresh, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -256,27 +256,29 @@ async def test_a_prompt_that_never_fits_is_refused_at_once(pair: NodePair) -> No
     await pair.settled()
 
 
-async def test_a_pull_that_ends_leaves_no_checksum_behind(pair: NodePair, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_pull_that_ends_leaves_no_checksum_behind(caplog: pytest.LogCaptureFixture) -> None:
     """The slot of an ended pull may hold another transfer when its last checksum is done: nobody may compare the two."""
-    runtime = pair.receivers[0]._rt
-    begun, go_on = threading.Event(), asyncio.Event()
+    # A transport that leaves the checksum to the node: gRPC computes it while a chunk lands.
+    async with NodePair(transports=lambda: [fresh("inproc")]) as pair:
+        runtime = pair.receivers[0]._rt
+        begun, go_on = threading.Event(), asyncio.Event()
 
-    async def slow(memory: object, algorithm: str | None = None) -> pb.Checksum:
-        begun.set()
-        await go_on.wait()
-        return pb.Checksum(algorithm="crc32c", value=1)
+        async def slow(memory: object, algorithm: str | None = None) -> pb.Checksum:
+            begun.set()
+            await go_on.wait()
+            return pb.Checksum(algorithm="crc32c", value=1)
 
-    transfer = pair.transfer(64)
-    await transfer.reserve()
-    runtime.checksum = slow  # type: ignore[method-assign, assignment]
-    pull = asyncio.create_task(transfer.pull())
-    assert transfer.gather(0, 1)
-    await until(begun.is_set)
-    await pair.receive_control.release(transfer.id, "test")
-    assert (await error_of(pull)).code is Code.CANCELLED
-    runtime.loop.call_soon_threadsafe(go_on.set)
-    await pair.send_control.release(transfer.id, "test")
-    await pair.settled()
-    await until(lambda: not [t for t in asyncio.all_tasks(runtime.loop) if "_check" in str(t)])
-    gc.collect()
-    assert "never retrieved" not in caplog.text
+        transfer = pair.transfer(64, "inproc")
+        await transfer.reserve()
+        runtime.checksum = slow  # type: ignore[method-assign, assignment]
+        pull = asyncio.create_task(transfer.pull())
+        assert transfer.gather(0, 1)
+        await until(begun.is_set)
+        await pair.receive_control.release(transfer.id, "test")
+        assert (await error_of(pull)).code is Code.CANCELLED
+        runtime.loop.call_soon_threadsafe(go_on.set)
+        await pair.send_control.release(transfer.id, "test")
+        await pair.settled()
+        await until(lambda: not [t for t in asyncio.all_tasks(runtime.loop) if "_check" in str(t)])
+        gc.collect()
+        assert "never retrieved" not in caplog.text
