@@ -17,7 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(320)]
 
 
 @pytest.mark.parametrize(
-    ("cases", "at_least"), [("nixl_cases.py", 10), ("test_transports.py", 8)], ids=["between_processes", "contract"]
+    ("cases", "at_least"),
+    [
+        ("nixl_cases.py", 10),
+        ("test_transports.py", 8),
+        ("test_rank_maps.py::test_a_share_larger_than_its_room_passes_in_pieces", 2),
+    ],
+    ids=["between_processes", "contract", "cut_shares"],
 )
 def test_in_a_process_of_its_own(cases: str, at_least: int) -> None:
     # Only the library's absence is a reason to skip: a fault in our own modules is not.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 
 import grpc
@@ -40,6 +41,8 @@ CASES: dict[str, tuple[Shape, Shape]] = {
         Shape(tp=4, stages=(2, 2), total_heads=4, block_tokens=8, kernel_tokens=4, axes="kv,sub,head,token"),
     ),
 }
+SCHEMES = tuple(os.environ.get("SPLITPOINT_TEST_SCHEMES", "grpc ucx").split())
+"""Of a share that is cut: NIXL has a process of its own (`test_nixl.py`)."""
 PROMPTS = (1, 4, 37)
 SEEDS = 6
 
@@ -92,14 +95,12 @@ async def test_bytes_beside_the_stream_too(name: str, scheme: str) -> None:
         await pair.settled()
 
 
-@pytest.mark.parametrize("scheme", ["grpc", "ucx", "nixl"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
 async def test_a_share_larger_than_its_room_passes_in_pieces(scheme: str, tp: tuple[int, int]) -> None:
     """Also inside one host, where a peer would read whole blocks out of the sender's memory by itself."""
     if scheme == "ucx":
         pytest.importorskip("ucxx", exc_type=ImportError)
-    if scheme == "nixl":
-        pytest.importorskip("nixl", exc_type=ImportError)
     p, d = (Shape(tp=size, stages=(8,), total_heads=4, axes="token,head") for size in tp)
     settings = {"transports": (scheme,), "default_transport": scheme, "pack_staging_bytes": 8192, "chunk_bytes": 1024}
     async with ShapePair(p, d, **settings) as pair:
