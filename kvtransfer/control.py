@@ -12,6 +12,7 @@ import grpc
 from kvtransfer.rpc import CHANNEL_OPTIONS, control_metadata
 from kvtransfer.tls import TlsSettings
 from kvtransfer.tls import channel as open_channel
+from kvtransfer.waiting import all_or_first_failure
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -190,17 +191,7 @@ class RankControl:
 
     async def _all(self, call: Callable[[int], Coroutine[Any, Any, R]]) -> list[R]:
         """Every rank's answer, or the first failure with the others cancelled."""
-        tasks = [asyncio.create_task(call(rank)) for rank in range(len(self.endpoints))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in tasks:
-                if task.done() and (exc := task.exception()) is not None:
-                    raise exc
-            return [task.result() for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await all_or_first_failure([call(rank) for rank in range(len(self.endpoints))])
 
     async def _rpc(self, rank: int, method: str, request: Any, timeout_s: float) -> Any:
         call: Callable[..., Awaitable[Any]] = getattr(self._stubs[rank], method)

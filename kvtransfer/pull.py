@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -20,7 +18,7 @@ from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.session import ReceiveSession, RejectedChunkError, SessionEvent
 from kvtransfer.sources import Source, Sources, find_sources
 from kvtransfer.transports.base import ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
-from kvtransfer.waiting import Copies
+from kvtransfer.waiting import Copies, all_or_first_failure
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -186,7 +184,7 @@ class Puller:
             if len(works) == 1:
                 progresses = [await works[0]]
             else:
-                progresses = await _together(works)
+                progresses = await all_or_first_failure(works)
         finally:
             for source in sources.each:
                 if source.call is not None:
@@ -337,18 +335,3 @@ def _put(fit: Fit, landed: Memory, header: pb.ChunkHeader, rows: Memory) -> None
     fit_blocks(fit, landed, header.first_block, rows)
     if header.last:
         clear_beyond(fit, header.first_block + header.num_blocks, rows)
-
-
-async def _together(works: Sequence[Coroutine[Any, Any, _Progress]]) -> list[_Progress]:
-    """All results, or the first failure once the others have ended too."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done() and (exc := task.exception()) is not None:
-                raise exc
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

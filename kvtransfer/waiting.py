@@ -1,15 +1,33 @@
-"""Who waits for what on a node's event loop: room in a staging area, and news of a transfer."""
+"""Who waits for what on an event loop: room in a staging area, news of a transfer, several ends at once."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 from kvtransfer.staging import Slot, Staging
+
+R = TypeVar("R")
+
+
+async def all_or_first_failure(works: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
+    """Run all at once. All results in order; or the first failure, raised when the others have been cancelled and have ended."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done() and (exc := task.exception()) is not None:
+                raise exc
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class RoomQueue:

@@ -26,7 +26,7 @@ import pytest
 from coordinator.pools.shared_memory import python_segments_of
 from protos.splitpoint.v1 import admin_pb2, generation_pb2_grpc
 from tests.e2e.held import Idle, held
-from tests.e2e.streams import References, Stream, generate_request
+from tests.e2e.streams import CLEAR_GAP, References, Stream, generate_request
 from tests.e2e.system import Served, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fault, pytest.mark.timeout(700)]
@@ -218,6 +218,7 @@ def references(real: Served) -> References:
     """What each of the prompts is answered with, asked alone."""
     real.wait_ready(300, prefill=1, decode=1)
     found = References.ask(real, [repeating_prompt(n, length) for n, length in enumerate(LENGTHS)], OUTPUT_TOKENS)
+    assert found.floor < CLEAR_GAP
     log.info("batched and resumed, colocated against itself: near-ties below %.3f", found.floor)
     return found
 

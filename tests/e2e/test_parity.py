@@ -34,14 +34,13 @@ from tests.e2e.parity import (
     top_two_gap,
 )
 from tests.e2e.parity_cases import BATCH, BY_NAME, CASES, GREEDY, PREFIX_BLOCKS, PREFIX_TOKENS, Case, prefix_text
+from tests.e2e.streams import CLEAR_GAP
 from tests.e2e.system import Served, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0}
 HTTP_CASES = [case for case in CASES if case.http]
-CLEAR_GAP = 1.0
-"""A difference of top-two log-probabilities that no rounding explains: were the floor as large, the rig would be unfit."""
 
 
 class Desk:
