@@ -30,7 +30,7 @@ class AdminBackend(Protocol):
 
     async def manifest(self) -> str: ...
 
-    async def reset_prefix_caches(self) -> int: ...
+    async def reset_prefix_caches(self, pools: Sequence[str]) -> int: ...
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -74,7 +74,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def ResetPrefixCaches(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         try:
-            return admin_pb2.ResetPrefixCachesResponse(workers=await self._backend.reset_prefix_caches())
+            return admin_pb2.ResetPrefixCachesResponse(workers=await self._backend.reset_prefix_caches(list(request.pools)))
         except SplitpointError as error:
             await abort(context, error)
 
@@ -159,6 +159,19 @@ def status(
         ],
         model=model,
     )
+
+
+def ready_of(pools: Sequence[str], targets: Sequence[PoolTarget], views: Sequence[WorkerView]) -> list[WorkerId]:
+    """The ready workers of `pools`; of all pools when it is empty.
+
+    Raises:
+        SplitpointError: `NOT_FOUND` names the first unknown pool.
+    """
+    known = [target.name for target in targets]
+    for pool in pools:
+        if pool not in known:
+            raise SplitpointError(Code.NOT_FOUND, f"no pool {pool!r}; pools: {', '.join(known)}", param="pools")
+    return [v.worker_id for v in views if v.state is WorkerState.READY and (not pools or v.pool in pools)]
 
 
 def unavailable(why: str) -> SplitpointError:

@@ -340,13 +340,17 @@ class CoordinatorActor:
             await self._fleet.next_change(1.0)
         return self._finals[key]
 
-    async def reset_prefix_caches(self) -> int:
-        """Workers that forgot their cached prefixes.
+    async def reset_prefix_caches(self, pools: Sequence[str]) -> int:
+        """How many ready workers of `pools` (of all, when it is empty) forgot their cached prefixes.
 
         Raises:
-            SplitpointError: `CONFLICT` when one has blocks in use and kept them.
+            SplitpointError: `NOT_FOUND` unknown pool; `NO_WORKER` one cannot be asked, nothing was done; `CONFLICT` when one
+                has blocks in use and kept them.
         """
-        ready = [w for w, m in self._fleet.members.items() if m.record.state is WorkerState.READY and w in self._handles]
+        await self._ready.wait()
+        ready = admin.ready_of(pools, self._store.targets(), self._fleet.views(time.monotonic()))
+        if strangers := [w for w in ready if w not in self._handles]:
+            raise admin.unavailable(f"it has no connection to {', '.join(strangers)} yet")
         done: list[bool] = await asyncio.gather(*(self._handles[w].reset_prefix_cache.remote() for w in ready))
         kept = [w for w, ok in zip(ready, done, strict=True) if not ok]
         if kept:

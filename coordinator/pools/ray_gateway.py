@@ -74,8 +74,8 @@ class CoordinatorBackend:
     async def manifest(self) -> str:
         return await _ask(lambda c: c.manifest.remote(), 30.0)
 
-    async def reset_prefix_caches(self) -> int:
-        return await _ask(lambda c: c.reset_prefix_caches.remote(), 30.0)
+    async def reset_prefix_caches(self, pools: Sequence[str]) -> int:
+        return await _ask(lambda c: c.reset_prefix_caches.remote(pools), 30.0)
 
 
 async def _ask(call: Any, timeout_s: float | None = _CALL_TIMEOUT_S) -> Any:

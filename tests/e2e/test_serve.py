@@ -178,6 +178,7 @@ class TestOperators:
         until("idle", system.idle, 10)
         reply = system.admin_call("ResetPrefixCaches", admin_pb2.ResetPrefixCachesRequest())
         assert reply.workers == 2
+        assert system.admin_call("ResetPrefixCaches", admin_pb2.ResetPrefixCachesRequest(pools=["decode"])).workers == 1
 
     def test_a_drain_lets_requests_finish_and_replaces_the_worker(self, system: Served) -> None:
         [(old, status)] = system.workers("decode").items()

@@ -182,8 +182,10 @@ class GetManifestResponse(_message.Message):
     def __init__(self, manifest_json: _Optional[str] = ...) -> None: ...
 
 class ResetPrefixCachesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pools: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ResetPrefixCachesResponse(_message.Message):
     __slots__ = ("workers",)

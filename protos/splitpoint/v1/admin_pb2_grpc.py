@@ -89,7 +89,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCaches(self, request, context):
-        """Forget cached prefixes on every worker, for measurements.
+        """Forget cached prefixes on every ready worker of some pools, for measurements. CONFLICT while one has blocks in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
