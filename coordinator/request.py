@@ -146,7 +146,13 @@ class Request:
     def _start(self, _: Start) -> list[Action]:
         spec = self.spec
         return self._choose(
-            first_goals(spec.path, prompt_tokens=len(spec.prompt_token_ids), transport=spec.transport, strict=spec.strict)
+            first_goals(
+                spec.path,
+                prompt_tokens=len(spec.prompt_token_ids),
+                transport=spec.transport,
+                strict=spec.strict,
+                pools=spec.pools,
+            )
         )
 
     def _choose(self, goals: tuple[Goal, ...]) -> list[Action]:
@@ -323,12 +329,13 @@ class Request:
             return actions + self._give_up(error, refusal)
         actions.append(Note("retry", error.code.value))
         if self._sent:
-            return actions + self._choose(with_last_resort((SoloGoal(exclude=self._exclude),), self._lost))
+            return actions + self._choose(with_last_resort((SoloGoal(exclude=self._exclude, pools=self.spec.pools),), self._lost))
         failed = FailedRoute(route=self.route, code=error.code, on_decode=on_decode, exclude=self._exclude)
         goals = goals_after_failure(
             failed,
             prompt_tokens=len(self.spec.prompt_token_ids),
             transport=self.spec.transport,
+            pools=self.spec.pools,
             strict=self.spec.strict and self.spec.path == "split",
         )
         return actions + self._choose(with_last_resort(goals, self._lost))

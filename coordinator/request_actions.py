@@ -20,7 +20,8 @@ from protos.splitpoint.v1 import common_pb2, kv_transfer_pb2, worker_pb2
 class RequestSpec:
     """One choice, as submitted. `strict` refuses every computation of a split request's prompt but prefill's.
 
-    `extra_attempts` is how often another route may be taken, before and after the first token together.
+    `extra_attempts` is how often another route may be taken, before and after the first token together. `pools`, where not empty,
+    are the only ones that may serve it, whatever fails.
     """
 
     prompt_token_ids: Sequence[int]
@@ -28,6 +29,7 @@ class RequestSpec:
     sampling: SamplingParams
     path: str
     transport: str | None = None
+    pools: frozenset[str] = frozenset()
     strict: bool = False
     extra_attempts: int = 2
 

@@ -19,7 +19,7 @@ from protos.splitpoint.v1 import common_pb2
 class Submission:
     """One choice of one public request, validated and tokenised.
 
-    `path` and `transport` are None when the client did not ask. `deadline_s` is the time left from now.
+    `path` and `transport` are None, and `pools` empty, when the client did not ask. `deadline_s` is the time left from now.
     `received_s` is the gateway's monotonic clock when the public request arrived, for TTFT and the ledger.
     """
 
@@ -31,6 +31,7 @@ class Submission:
     deadline_s: float
     path: str | None = None
     transport: str | None = None
+    pools: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,7 @@ class RunningChoice:
                 sampling=submission.sampling,
                 path=path,
                 transport=submission.transport,
+                pools=submission.pools,
                 strict=not settings.allow_recompute,
                 extra_attempts=settings.retry_budget,
             )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc
@@ -195,9 +196,7 @@ def _metadata(context: Context, frontend: FrontEnd) -> Metadata:
     if remaining_s is None:
         return checked
     deadline_s = remaining_s if checked.deadline_s is None else min(checked.deadline_s, remaining_s)
-    return Metadata(
-        client_request_id=checked.client_request_id, path=checked.path, transport=checked.transport, deadline_s=deadline_s
-    )
+    return replace(checked, deadline_s=deadline_s)
 
 
 def server_options(settings: GatewaySettings) -> list[tuple[str, int]]:

@@ -76,6 +76,7 @@ async def prepare_choices(
                 deadline_s=left_s,
                 path=metadata.path,
                 transport=metadata.transport,
+                pools=metadata.pools,
             ),
             options,
             tokenizer,

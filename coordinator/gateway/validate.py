@@ -16,6 +16,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIASES = 4096
 MAX_BAD_WORDS = 256
 MAX_REQUEST_ID_CHARS = 256
+MAX_POOLS = 64
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy sampling, as in vLLM."""
 
@@ -24,10 +25,12 @@ TRANSPORTS = ("ucx", "grpc")
 """What a client may name where nothing else is configured."""
 HEADER_PREFIX = "x-splitpoint-"
 PATH_HEADER = "x-splitpoint-path"
+POOLS_HEADER = "x-splitpoint-pools"
+"""Names of pools with commas between them; workers of no other may serve the request."""
 TRANSPORT_HEADER = "x-splitpoint-transport"
 DEADLINE_HEADER = "x-splitpoint-deadline-s"
 REQUEST_ID_HEADER = "x-request-id"
-_PUBLIC_HEADERS = frozenset({PATH_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER})
+_PUBLIC_HEADERS = frozenset({PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +60,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What HTTP headers or gRPC metadata say. None: not said."""
+    """What HTTP headers or gRPC metadata say. None, and no pools: not said."""
 
     client_request_id: str | None
     path: str | None
     transport: str | None
     deadline_s: float | None
+    pools: frozenset[str] = frozenset()
 
 
 def check_sampling(
@@ -178,6 +182,7 @@ def check_metadata(
         path=_one_of(given, PATH_HEADER, PATHS),
         transport=_one_of(given, TRANSPORT_HEADER, transports),
         deadline_s=_deadline(given.get(DEADLINE_HEADER), max_deadline_s),
+        pools=_pools(given.get(POOLS_HEADER)),
     )
 
 
@@ -199,6 +204,15 @@ def _one_of(given: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> st
     if value is None or value in allowed:
         return value
     raise invalid(name, f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+
+
+def _pools(value: str | None) -> frozenset[str]:
+    if value is None:
+        return frozenset()
+    names = [name.strip() for name in value.split(",")]
+    if len(names) > MAX_POOLS or not all(names):
+        raise invalid(POOLS_HEADER, f"{POOLS_HEADER} must be 1 to {MAX_POOLS} names with commas between them, got {shown(value)}")
+    return frozenset(names)
 
 
 def _deadline(value: str | None, max_deadline_s: float) -> float | None:

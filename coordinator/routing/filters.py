@@ -11,6 +11,8 @@ from protos.ids import Incarnation
 
 EXCLUDED = "excluded"
 """It failed this request before."""
+OTHER_POOL = "other_pool"
+"""The request names pools, and its own is not among them."""
 BREAKER_OPEN = "breaker_open"
 PAIR_BREAKER_OPEN = "pair_breaker_open"
 PROMPT_EXCEEDS_TRANSFER = "prompt_exceeds_transfer"

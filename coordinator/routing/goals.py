@@ -14,12 +14,14 @@ from protos.ids import Incarnation
 class PairGoal:
     """Two workers between which KV can travel. `transport` is the client's wish, None: the configured order.
 
-    `prefer_prefill` is taken whenever it passes the filters: its prefix cache holds the prompt already.
+    `prefer_prefill` is taken whenever it passes the filters: its prefix cache holds the prompt already. `pools`, where not empty,
+    are the only ones whose workers may serve it.
     """
 
     prompt_tokens: int
     transport: str | None = None
     exclude: frozenset[Incarnation] = frozenset()
+    pools: frozenset[str] = frozenset()
     prefer_prefill: Incarnation | None = None
 
 
@@ -32,9 +34,10 @@ class LocalGoal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloGoal:
-    """One worker for the whole request."""
+    """One worker for the whole request, of `pools` where that is not empty."""
 
     exclude: frozenset[Incarnation] = frozenset()
+    pools: frozenset[str] = frozenset()
 
 
 Goal = PairGoal | LocalGoal | SoloGoal
@@ -87,12 +90,15 @@ WORKER_FAULTS = frozenset({Code.INTERNAL})
 its breaker would keep it out after it has come back."""
 
 
-def first_goals(path: str, *, prompt_tokens: int, transport: str | None, strict: bool) -> tuple[Goal, ...]:
+def first_goals(
+    path: str, *, prompt_tokens: int, transport: str | None, strict: bool, pools: frozenset[str] = frozenset()
+) -> tuple[Goal, ...]:
     """What a new request asks for. A strict split request takes a pair or nothing."""
+    solo = SoloGoal(pools=pools)
     if path == "colocated":
-        return (SoloGoal(),)
-    pair = PairGoal(prompt_tokens=prompt_tokens, transport=transport)
-    return (pair,) if strict else (pair, SoloGoal())
+        return (solo,)
+    pair = PairGoal(prompt_tokens=prompt_tokens, transport=transport, pools=pools)
+    return (pair,) if strict else (pair, solo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +115,18 @@ class FailedRoute:
     exclude: frozenset[Incarnation]
 
 
-def goals_after_failure(failed: FailedRoute, *, prompt_tokens: int, transport: str | None, strict: bool) -> tuple[Goal, ...]:
+def goals_after_failure(
+    failed: FailedRoute, *, prompt_tokens: int, transport: str | None, strict: bool, pools: frozenset[str] = frozenset()
+) -> tuple[Goal, ...]:
     """The order of docs/architecture.md: another pair, the same decode worker by itself, one worker for everything."""
     if isinstance(failed.route, SoloRoute):
-        return () if strict and failed.route.local else (SoloGoal(exclude=failed.exclude),)
+        return () if strict and failed.route.local else (SoloGoal(exclude=failed.exclude, pools=pools),)
     prefill_is_good = failed.on_decode and failed.code not in PAIR_FAULTS
     pair = PairGoal(
         prompt_tokens=prompt_tokens,
         transport=transport,
         exclude=failed.exclude,
+        pools=pools,
         prefer_prefill=failed.route.prefill.incarnation if prefill_is_good else None,
     )
     if strict:
@@ -125,7 +134,7 @@ def goals_after_failure(failed: FailedRoute, *, prompt_tokens: int, transport: s
     goals: list[Goal] = [pair]
     if failed.route.decode.incarnation not in failed.exclude:
         goals.append(LocalGoal(incarnation=failed.route.decode.incarnation))
-    goals.append(SoloGoal(exclude=failed.exclude))
+    goals.append(SoloGoal(exclude=failed.exclude, pools=pools))
     return tuple(goals)
 
 

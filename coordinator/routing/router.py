@@ -13,6 +13,7 @@ from coordinator.routing.filters import (
     BREAKER_OPEN,
     EXCLUDED,
     INCOMPATIBLE,
+    OTHER_POOL,
     PAIR_BREAKER_OPEN,
     PROMPT_EXCEEDS_TRANSFER,
     End,
@@ -107,7 +108,7 @@ class Router:
     # One worker -----------------------------------------------------------------------------------------------------------
 
     def _solo(self, goal: SoloGoal, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
-        accept = self._accept(goal.exclude, now_s)
+        accept = self._accept(goal.exclude, now_s, goal.pools)
         for tier in self._tiers:
             best = self._best(tier, accept, reasons)
             if best is not None:
@@ -175,13 +176,15 @@ class Router:
         # that fails together stays out: there is another way to serve the request.
         return least_loaded(members, self._rng, lambda view: _unless_worker_breaker(accept(view)), Counter())
 
-    def _accept(self, exclude: frozenset[Incarnation], now_s: float) -> Accept | None:
+    def _accept(self, exclude: frozenset[Incarnation], now_s: float, pools: frozenset[str]) -> Accept | None:
         """The filters of every leg, or None when they would let everybody pass."""
         blocked = self.breakers.blocked(now_s) if self.breakers else frozenset()
-        if not exclude and not blocked:
+        if not exclude and not blocked and not pools:
             return None
 
         def accept(view: WorkerView) -> str | None:
+            if pools and view.pool not in pools:
+                return OTHER_POOL
             if view.incarnation in exclude:
                 return EXCLUDED
             return BREAKER_OPEN if view.incarnation in blocked else None
@@ -199,7 +202,7 @@ class Router:
         beside: Incarnation | None = None,
     ) -> Accept | None:
         """The filters of one end of a pair; `beside` is the other end once it is chosen."""
-        common = self._accept(exclude, now_s)
+        common = self._accept(exclude, now_s, goal.pools)
         blocked = self.breakers.blocked(now_s) if self.breakers and beside is not None else frozenset()
         if common is None and not blocked and end.all_can(goal.prompt_tokens, transport):
             return None

@@ -17,12 +17,13 @@ def worker_view(
     running: int = 0,
     waiting: int = 0,
     address: str = "127.0.0.1:1",
+    pool: str = "",
 ) -> WorkerView:
-    """A ready worker whose incarnation is `name` with "-i" appended."""
+    """A ready worker whose incarnation is `name` with "-i" appended, of the pool of its role's name unless told."""
     return WorkerView(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}-i"),
-        pool=role.value,
+        pool=pool or role.value,
         role=role,
         state=state,
         address=address,

@@ -340,3 +340,38 @@ def test_a_decision_among_1000_workers_is_quick() -> None:
     made = router(*views)
     assert p99_of(made, first_goals("split", prompt_tokens=100, transport=None, strict=False)) < 0.001
     assert p99_of(made, (SoloGoal(),)) < 0.001
+
+
+def test_a_request_that_names_pools_is_served_by_no_other() -> None:
+    views = (
+        worker_view("p", pool="prefill"),
+        decode_view("d1", pool="decode"),
+        decode_view("d2", pool="other"),
+        worker_view("c", Role.COLOCATED, pool="colocated"),
+    )
+    made = router(*views)
+    made.load.charge(views[1].incarnation, 1000)
+    goals = first_goals("split", prompt_tokens=10, transport=None, strict=False, pools=frozenset({"prefill", "decode"}))
+    route = made.choose(goals, NOW)
+    assert isinstance(route, PairRoute)
+    assert route.decode.worker_id == "d1"
+    solo = made.choose((SoloGoal(pools=frozenset({"other"})),), NOW)
+    assert isinstance(solo, SoloRoute)
+    assert solo.worker.worker_id == "d2"
+
+
+def test_no_fallback_and_no_retry_leaves_the_named_pools() -> None:
+    views = (
+        worker_view("p", pool="prefill"),
+        decode_view("d", pool="decode"),
+        worker_view("c", Role.COLOCATED, pool="colocated"),
+    )
+    made = router(*views)
+    pools = frozenset({"prefill"})
+    first = made.choose(first_goals("split", prompt_tokens=10, transport=None, strict=False, pools=pools), NOW)
+    assert isinstance(first, SoloRoute)
+    assert first.worker.worker_id == "p"
+    failed = FailedRoute(route=first, code=Code.INTERNAL, on_decode=False, exclude=frozenset({first.worker.incarnation}))
+    refusal = made.choose(goals_after_failure(failed, prompt_tokens=10, transport=None, strict=False, pools=pools), NOW)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reasons["other_pool"] == 2

@@ -183,12 +183,14 @@ def test_metadata() -> None:
             ("x-request-id", "abc"),
             ("x-splitpoint-path", b"split"),
             ("x-splitpoint-transport", "grpc"),
+            ("x-splitpoint-pools", "a, b"),
             ("x-splitpoint-deadline-s", "2.5"),
             ("authorization", "Bearer x"),
         ],
         max_deadline_s=10,
     )
     assert (checked.client_request_id, checked.path, checked.transport, checked.deadline_s) == ("abc", "split", "grpc", 2.5)
+    assert checked.pools == {"a", "b"}
 
 
 def test_a_transport_may_be_named_where_it_is_configured() -> None:
@@ -206,6 +208,8 @@ def test_a_transport_may_be_named_where_it_is_configured() -> None:
     [
         ("x-splitpoint-path", "both", Code.INVALID_VALUE, "split, colocated"),
         ("x-splitpoint-transport", "rdma", Code.INVALID_VALUE, "ucx, grpc"),
+        ("x-splitpoint-pools", "a,,b", Code.INVALID_VALUE, "1 to 64 names"),
+        ("x-splitpoint-pools", "", Code.INVALID_VALUE, "1 to 64 names"),
         ("x-splitpoint-deadline-s", "0", Code.INVALID_VALUE, "(0, 10]"),
         ("x-splitpoint-deadline-s", "11", Code.INVALID_VALUE, "(0, 10]"),
         ("x-splitpoint-deadline-s", "soon", Code.INVALID_VALUE, "(0, 10]"),
