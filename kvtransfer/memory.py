@@ -66,6 +66,17 @@ def use_device_of(memory: Memory) -> None:
         _torch().cuda.set_device(memory.device)
 
 
+def reserved_on_devices() -> int:
+    """Bytes that torch has reserved on this process's GPUs; 0 where nothing here has used one.
+
+    CUDA's own context and what other libraries allocate are not in it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return sum(int(torch.cuda.memory_reserved(device)) for device in range(torch.cuda.device_count()))
+
+
 def as_host(memory: Memory) -> np.ndarray:
     """The same bytes as numpy: without a copy where they are on the host, a copy where they are on a device."""
     if isinstance(memory, np.ndarray):

@@ -22,7 +22,7 @@ from kvtransfer.config import KvTransferSettings
 from kvtransfer.layout import fingerprint
 from kvtransfer.lease import Action, Lease, LeaseTable
 from kvtransfer.machine import Refusal
-from kvtransfer.memory import on_device, use_device_of
+from kvtransfer.memory import on_device, reserved_on_devices, use_device_of
 from kvtransfer.metrics import KvMetrics
 from kvtransfer.peer_watch import PeerWatch
 from kvtransfer.peers import Peers
@@ -290,6 +290,7 @@ class NodeRuntime:
         # A snapshot may be taken before the node has a loop.
         response.tasks = len(asyncio.all_tasks(self.loop)) if hasattr(self, "loop") else 0
         response.recent_errors.extend(error.to_proto() for error in list(self.recent_errors))
+        response.device_memory_bytes = reserved_on_devices()
         return response
 
     def _background_failed(self, name: str, exc: BaseException) -> None:

@@ -15,6 +15,7 @@ from coordinator.compare.faults import Fault
 from coordinator.compare.load import Probe, Slo
 from coordinator.compare.paired import Paired
 from coordinator.compare.summary import ArmSummary
+from coordinator.compare.usage import Usage
 from coordinator.compare.verdict import Judgement
 from coordinator.compare.workload import WorkloadSpec
 
@@ -56,6 +57,7 @@ class Record:
     manifest: dict[str, Any] = field(default_factory=dict)
     client_nice: int = 0
     notes: list[str] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:

@@ -113,6 +113,8 @@ def _resources(held: Resources, processes: Sequence[ProcessRef]) -> admin_pb2.Wo
         receive_staging=kv_transfer_pb2.StagingStatus(**asdict(held.receive_staging)),
         tasks=held.tasks,
         open_files=held.open_files,
+        memory_bytes=held.memory_bytes,
+        device_memory_bytes=held.device_memory_bytes,
         pids=[process.pid for process in processes],
     )
 

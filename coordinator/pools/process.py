@@ -54,6 +54,15 @@ def open_files(pids: Iterable[int]) -> int:
     return count
 
 
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Resident memory of these processes together, pages that several share counted in each; one that is gone has none."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
+    return total
+
+
 def use_cores(slot: int, threads: int, *, pin: bool) -> list[int]:
     """Give a CPU engine its own cores, before its libraries are loaded: the `slot`-th group of `threads`, going round when
     there are more engines than cores. Returns the cores; an operator's own `VLLM_CPU_OMP_THREADS_BIND` is left alone."""

@@ -57,6 +57,8 @@ class Resources:
     receive_staging: Staging
     tasks: int
     open_files: int
+    memory_bytes: int = 0
+    device_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

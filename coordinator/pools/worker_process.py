@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.manifest import gpus, hardware, versions
-from coordinator.pools.process import open_files
+from coordinator.pools.process import open_files, resident_bytes
 from coordinator.pools.reports import Beat, ProcessRef, Resources, Staging, WorkerFacts, WorkerSpec
 from coordinator.routing.views import RankView, WorkerState, WorkerView
 from engine.config import EngineSettings, KvEngineConfig
@@ -265,6 +265,8 @@ class WorkerProcess:
             receive_staging=_staging(beat.receive_staging),
             tasks=len(asyncio.all_tasks()) + beat.rank_tasks,
             open_files=open_files(ref.pid for ref in self._refs),
+            memory_bytes=resident_bytes(ref.pid for ref in self._refs),
+            device_memory_bytes=beat.device_memory_bytes,
         )
 
     # -- parts ---------------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class WorkerHeartbeat:
     send_staging: kv_transfer_pb2.StagingStatus = field(default_factory=kv_transfer_pb2.StagingStatus)
     """All ranks together, bytes."""
     receive_staging: kv_transfer_pb2.StagingStatus = field(default_factory=kv_transfer_pb2.StagingStatus)
+    device_memory_bytes: int = 0
+    """What the ranks have reserved on their GPUs."""
     dead: str = ""
     """Why the engine cannot serve any more."""
     detail: str = ""
@@ -96,6 +98,7 @@ async def heartbeat(server: WorkerServer, timeout_s: float) -> WorkerHeartbeat:
         rank_tasks=sum(r.tasks for r in ranks),
         send_staging=_sum(r.send for r in ranks),
         receive_staging=_sum(r.receive for r in ranks),
+        device_memory_bytes=sum(r.device_memory_bytes for r in ranks),
         dead=str(server.engine_death or ""),
         detail=detail,
         rank_lost=rank_lost,

@@ -109,6 +109,8 @@ async def test_a_beat_says_what_requests_make_it_hold(worker: WorkerProcess, coo
     # Its own tasks and its rank's, its own files.
     assert held.tasks >= 3
     assert held.open_files > 3
+    assert held.memory_bytes > 2**24
+    assert held.device_memory_bytes == 0
 
 
 async def test_a_coordinator_that_is_away_ends_nothing(worker: WorkerProcess, coordinator: Coordinator) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.splitpoint.v1 import kv_transfer_pb2 as protos_dot_splitpoint_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/splitpoint/v1/admin.proto\x12\rsplitpoint.v1\x1a&protos/splitpoint/v1/kv_transfer.proto\"\x12\n\x10GetStatusRequest\"\xcc\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06leases\x18\t \x01(\r\x12\x10\n\x08kv_usage\x18\n \x01(\x01\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x0b\n\x03pid\x18\x0c \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\x12\x31\n\tresources\x18\x0e \x01(\x0b\x32\x1e.splitpoint.v1.WorkerResources\x12\x12\n\ntransports\x18\x0f \x03(\t\x12\x17\n\x0fmetrics_address\x18\x10 \x01(\t\"\xf1\x03\n\x0fWorkerResources\x12\x16\n\x0ekv_blocks_held\x18\x01 \x01(\r\x12\x0c\n\x04legs\x18\x02 \x01(\r\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x32\n\x0csend_staging\x18\x05 \x01(\x0b\x32\x1c.splitpoint.v1.StagingStatus\x12\x35\n\x0freceive_staging\x18\x06 \x01(\x0b\x32\x1c.splitpoint.v1.StagingStatus\x12\r\n\x05tasks\x18\x07 \x01(\r\x12\x12\n\nopen_files\x18\x08 \x01(\r\x12\x0c\n\x04pids\x18\t \x03(\x03\x12\x45\n\x0clease_states\x18\n \x03(\x0b\x32/.splitpoint.v1.WorkerResources.LeaseStatesEntry\x12I\n\x0esession_states\x18\x0b \x03(\x0b\x32\x31.splitpoint.v1.WorkerResources.SessionStatesEntry\x1a\x32\n\x10LeaseStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x34\n\x12SessionStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x8d\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x10\n\x08starting\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\x12\x10\n\x08\x66\x61ilures\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"\xc0\x01\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x15\n\radmin_address\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\x03\x12\r\n\x05tasks\x18\x07 \x01(\r\x12\x12\n\nopen_files\x18\x08 \x01(\r\x12\x15\n\ropen_circuits\x18\t \x03(\t\"\xaa\x01\n\x11GetStatusResponse\x12(\n\x05pools\x18\x01 \x03(\x0b\x32\x19.splitpoint.v1.PoolStatus\x12,\n\x07workers\x18\x02 \x03(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\x12.\n\x08gateways\x18\x03 \x03(\x0b\x32\x1c.splitpoint.v1.GatewayStatus\x12\r\n\x05model\x18\x04 \x01(\t\"f\n\x10ScalePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x1d\n\x10\x63urrent_replicas\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_current_replicas\"<\n\x11ScalePoolResponse\x12\'\n\x04pool\x18\x01 \x01(\x0b\x32\x19.splitpoint.v1.PoolStatus\":\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"B\n\x13\x44rainWorkerResponse\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\"\x14\n\x12GetManifestRequest\",\n\x13GetManifestResponse\x12\x15\n\rmanifest_json\x18\x01 \x01(\t\")\n\x18ResetPrefixCachesRequest\x12\r\n\x05pools\x18\x01 \x03(\t\",\n\x19ResetPrefixCachesResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r2\xc2\x03\n\x0c\x41\x64minService\x12N\n\tGetStatus\x12\x1f.splitpoint.v1.GetStatusRequest\x1a .splitpoint.v1.GetStatusResponse\x12N\n\tScalePool\x12\x1f.splitpoint.v1.ScalePoolRequest\x1a .splitpoint.v1.ScalePoolResponse\x12T\n\x0b\x44rainWorker\x12!.splitpoint.v1.DrainWorkerRequest\x1a\".splitpoint.v1.DrainWorkerResponse\x12T\n\x0bGetManifest\x12!.splitpoint.v1.GetManifestRequest\x1a\".splitpoint.v1.GetManifestResponse\x12\x66\n\x11ResetPrefixCaches\x12\'.splitpoint.v1.ResetPrefixCachesRequest\x1a(.splitpoint.v1.ResetPrefixCachesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/splitpoint/v1/admin.proto\x12\rsplitpoint.v1\x1a&protos/splitpoint/v1/kv_transfer.proto\"\x12\n\x10GetStatusRequest\"\xcc\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06leases\x18\t \x01(\r\x12\x10\n\x08kv_usage\x18\n \x01(\x01\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x0b\n\x03pid\x18\x0c \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\x12\x31\n\tresources\x18\x0e \x01(\x0b\x32\x1e.splitpoint.v1.WorkerResources\x12\x12\n\ntransports\x18\x0f \x03(\t\x12\x17\n\x0fmetrics_address\x18\x10 \x01(\t\"\xa4\x04\n\x0fWorkerResources\x12\x16\n\x0ekv_blocks_held\x18\x01 \x01(\r\x12\x0c\n\x04legs\x18\x02 \x01(\r\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x32\n\x0csend_staging\x18\x05 \x01(\x0b\x32\x1c.splitpoint.v1.StagingStatus\x12\x35\n\x0freceive_staging\x18\x06 \x01(\x0b\x32\x1c.splitpoint.v1.StagingStatus\x12\r\n\x05tasks\x18\x07 \x01(\r\x12\x12\n\nopen_files\x18\x08 \x01(\r\x12\x0c\n\x04pids\x18\t \x03(\x03\x12\x45\n\x0clease_states\x18\n \x03(\x0b\x32/.splitpoint.v1.WorkerResources.LeaseStatesEntry\x12I\n\x0esession_states\x18\x0b \x03(\x0b\x32\x31.splitpoint.v1.WorkerResources.SessionStatesEntry\x12\x14\n\x0cmemory_bytes\x18\x0c \x01(\x04\x12\x1b\n\x13\x64\x65vice_memory_bytes\x18\r \x01(\x04\x1a\x32\n\x10LeaseStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x34\n\x12SessionStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x8d\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x10\n\x08starting\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\x12\x10\n\x08\x66\x61ilures\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"\xc0\x01\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x15\n\radmin_address\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\x03\x12\r\n\x05tasks\x18\x07 \x01(\r\x12\x12\n\nopen_files\x18\x08 \x01(\r\x12\x15\n\ropen_circuits\x18\t \x03(\t\"\xaa\x01\n\x11GetStatusResponse\x12(\n\x05pools\x18\x01 \x03(\x0b\x32\x19.splitpoint.v1.PoolStatus\x12,\n\x07workers\x18\x02 \x03(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\x12.\n\x08gateways\x18\x03 \x03(\x0b\x32\x1c.splitpoint.v1.GatewayStatus\x12\r\n\x05model\x18\x04 \x01(\t\"f\n\x10ScalePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x1d\n\x10\x63urrent_replicas\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_current_replicas\"<\n\x11ScalePoolResponse\x12\'\n\x04pool\x18\x01 \x01(\x0b\x32\x19.splitpoint.v1.PoolStatus\":\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"B\n\x13\x44rainWorkerResponse\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.splitpoint.v1.WorkerStatus\"\x14\n\x12GetManifestRequest\",\n\x13GetManifestResponse\x12\x15\n\rmanifest_json\x18\x01 \x01(\t\")\n\x18ResetPrefixCachesRequest\x12\r\n\x05pools\x18\x01 \x03(\t\",\n\x19ResetPrefixCachesResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r2\xc2\x03\n\x0c\x41\x64minService\x12N\n\tGetStatus\x12\x1f.splitpoint.v1.GetStatusRequest\x1a .splitpoint.v1.GetStatusResponse\x12N\n\tScalePool\x12\x1f.splitpoint.v1.ScalePoolRequest\x1a .splitpoint.v1.ScalePoolResponse\x12T\n\x0b\x44rainWorker\x12!.splitpoint.v1.DrainWorkerRequest\x1a\".splitpoint.v1.DrainWorkerResponse\x12T\n\x0bGetManifest\x12!.splitpoint.v1.GetManifestRequest\x1a\".splitpoint.v1.GetManifestResponse\x12\x66\n\x11ResetPrefixCaches\x12\'.splitpoint.v1.ResetPrefixCachesRequest\x1a(.splitpoint.v1.ResetPrefixCachesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,33 +41,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS']._serialized_start=112
   _globals['_WORKERSTATUS']._serialized_end=444
   _globals['_WORKERRESOURCES']._serialized_start=447
-  _globals['_WORKERRESOURCES']._serialized_end=944
-  _globals['_WORKERRESOURCES_LEASESTATESENTRY']._serialized_start=840
-  _globals['_WORKERRESOURCES_LEASESTATESENTRY']._serialized_end=890
-  _globals['_WORKERRESOURCES_SESSIONSTATESENTRY']._serialized_start=892
-  _globals['_WORKERRESOURCES_SESSIONSTATESENTRY']._serialized_end=944
-  _globals['_POOLSTATUS']._serialized_start=947
-  _globals['_POOLSTATUS']._serialized_end=1088
-  _globals['_GATEWAYSTATUS']._serialized_start=1091
-  _globals['_GATEWAYSTATUS']._serialized_end=1283
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1286
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1456
-  _globals['_SCALEPOOLREQUEST']._serialized_start=1458
-  _globals['_SCALEPOOLREQUEST']._serialized_end=1560
-  _globals['_SCALEPOOLRESPONSE']._serialized_start=1562
-  _globals['_SCALEPOOLRESPONSE']._serialized_end=1622
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1624
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1682
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1684
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1750
-  _globals['_GETMANIFESTREQUEST']._serialized_start=1752
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1772
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1774
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1818
-  _globals['_RESETPREFIXCACHESREQUEST']._serialized_start=1820
-  _globals['_RESETPREFIXCACHESREQUEST']._serialized_end=1861
-  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_start=1863
-  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_end=1907
-  _globals['_ADMINSERVICE']._serialized_start=1910
-  _globals['_ADMINSERVICE']._serialized_end=2360
+  _globals['_WORKERRESOURCES']._serialized_end=995
+  _globals['_WORKERRESOURCES_LEASESTATESENTRY']._serialized_start=891
+  _globals['_WORKERRESOURCES_LEASESTATESENTRY']._serialized_end=941
+  _globals['_WORKERRESOURCES_SESSIONSTATESENTRY']._serialized_start=943
+  _globals['_WORKERRESOURCES_SESSIONSTATESENTRY']._serialized_end=995
+  _globals['_POOLSTATUS']._serialized_start=998
+  _globals['_POOLSTATUS']._serialized_end=1139
+  _globals['_GATEWAYSTATUS']._serialized_start=1142
+  _globals['_GATEWAYSTATUS']._serialized_end=1334
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1337
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1507
+  _globals['_SCALEPOOLREQUEST']._serialized_start=1509
+  _globals['_SCALEPOOLREQUEST']._serialized_end=1611
+  _globals['_SCALEPOOLRESPONSE']._serialized_start=1613
+  _globals['_SCALEPOOLRESPONSE']._serialized_end=1673
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1675
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1733
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1735
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1801
+  _globals['_GETMANIFESTREQUEST']._serialized_start=1803
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1823
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1825
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1869
+  _globals['_RESETPREFIXCACHESREQUEST']._serialized_start=1871
+  _globals['_RESETPREFIXCACHESREQUEST']._serialized_end=1912
+  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_start=1914
+  _globals['_RESETPREFIXCACHESRESPONSE']._serialized_end=1958
+  _globals['_ADMINSERVICE']._serialized_start=1961
+  _globals['_ADMINSERVICE']._serialized_end=2411
 # @@protoc_insertion_point(module_scope)

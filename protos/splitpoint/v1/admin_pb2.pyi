@@ -48,7 +48,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ..., resources: _Optional[_Union[WorkerResources, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class WorkerResources(_message.Message):
-    __slots__ = ("kv_blocks_held", "legs", "leases", "sessions", "send_staging", "receive_staging", "tasks", "open_files", "pids", "lease_states", "session_states")
+    __slots__ = ("kv_blocks_held", "legs", "leases", "sessions", "send_staging", "receive_staging", "tasks", "open_files", "pids", "lease_states", "session_states", "memory_bytes", "device_memory_bytes")
     class LeaseStatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,8 @@ class WorkerResources(_message.Message):
     PIDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_STATES_FIELD_NUMBER: _ClassVar[int]
     SESSION_STATES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     kv_blocks_held: int
     legs: int
     leases: int
@@ -85,7 +87,9 @@ class WorkerResources(_message.Message):
     pids: _containers.RepeatedScalarFieldContainer[int]
     lease_states: _containers.ScalarMap[str, int]
     session_states: _containers.ScalarMap[str, int]
-    def __init__(self, kv_blocks_held: _Optional[int] = ..., legs: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., send_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., receive_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    memory_bytes: int
+    device_memory_bytes: int
+    def __init__(self, kv_blocks_held: _Optional[int] = ..., legs: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., send_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., receive_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail")

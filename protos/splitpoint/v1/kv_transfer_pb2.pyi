@@ -359,7 +359,7 @@ class StagingStatus(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ...) -> None: ...
 
 class GetNodeStatusResponse(_message.Message):
-    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors", "tasks", "lease_states", "session_states", "pack", "metrics_text")
+    __slots__ = ("send", "receive", "leases", "sessions", "counters", "recent_errors", "tasks", "lease_states", "session_states", "pack", "metrics_text", "device_memory_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +392,7 @@ class GetNodeStatusResponse(_message.Message):
     SESSION_STATES_FIELD_NUMBER: _ClassVar[int]
     PACK_FIELD_NUMBER: _ClassVar[int]
     METRICS_TEXT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     send: StagingStatus
     receive: StagingStatus
     leases: int
@@ -403,7 +404,8 @@ class GetNodeStatusResponse(_message.Message):
     session_states: _containers.ScalarMap[str, int]
     pack: StagingStatus
     metrics_text: bytes
-    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ..., tasks: _Optional[int] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., pack: _Optional[_Union[StagingStatus, _Mapping]] = ..., metrics_text: _Optional[bytes] = ...) -> None: ...
+    device_memory_bytes: int
+    def __init__(self, send: _Optional[_Union[StagingStatus, _Mapping]] = ..., receive: _Optional[_Union[StagingStatus, _Mapping]] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., recent_errors: _Optional[_Iterable[_Union[_common_pb2.ErrorDetail, _Mapping]]] = ..., tasks: _Optional[int] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., pack: _Optional[_Union[StagingStatus, _Mapping]] = ..., metrics_text: _Optional[bytes] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class FencePeerRequest(_message.Message):
     __slots__ = ("incarnation",)
