@@ -26,7 +26,10 @@ def compare(
     context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="The short form: at most 90 s; shows much, decides nothing.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record here.")] = None,
-    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a gateway; else its admin is asked.")] = "",
+    target: Annotated[
+        str,
+        typer.Option(metavar="TARGET", help="A gateway's gRPC address, or its http://HOST:PORT; else its admin is asked."),
+    ] = "",
     admin: Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="Admin address.")] = DEFAULT_ADMIN,
     url: Annotated[str, typer.Option(metavar="URL", help="Of the gateways that admin knows, the one with this URL.")] = "",
     workload: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML; `splitpoint workload describe` shows it.")] = None,

@@ -15,7 +15,6 @@ from coordinator.compare.faults import LATE_CLIENT, inspect
 from coordinator.compare.load import (
     PATHS,
     Client,
-    GrpcClient,
     Outcome,
     Probe,
     RequestFailedError,
@@ -32,6 +31,7 @@ from coordinator.compare.slo import SloSpec
 from coordinator.compare.sources import Material
 from coordinator.compare.stats import knee, log_ratios
 from coordinator.compare.summary import arm, summarise
+from coordinator.compare.target import connect
 from coordinator.compare.undisturbed import CLIENT_NICE, prompt_client
 from coordinator.compare.verdict import MARGIN, judge
 from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, lengths, make
@@ -76,7 +76,7 @@ async def quick(
     slo: SloSpec | None = None,
     first_seed: int = 1,
 ) -> Record:
-    """Compare the two paths behind the gRPC gateway `target` (host:port); with `json_path` the record is written too.
+    """Compare the two paths behind `target` (see `connect`); with `json_path` the record is written too.
 
     `material` is sent instead of short prompts of `PROMPT_TOKENS`, and `slo` asked instead of the default multiples. `first_seed`
     and those after it are measured, as many as fit. It ends within `budget_s` (default `BUDGET_S`) and one request's time,
@@ -88,7 +88,7 @@ async def quick(
         OSError: the record cannot be written.
     """
     with prompt_client() as nice:
-        async with GrpcClient(target, api_key=api_key) as client:
+        async with connect(target, api_key=api_key) as client:
             try:
                 model = await client.model(5.0)
             except RequestFailedError as error:
