@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,7 +43,28 @@ class Client(Protocol):
     """One way to ask the service."""
 
     def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
-        """Make a request ready; it is sent when the reply is first asked for. The reply raises `RequestFailedError`."""
+        """Make a request ready; it is sent when the reply is first asked for. The reply raises `RequestFailedError`.
+
+        `path` is a path, or the name of an arm that the client knows.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ArmTarget:
+    """How the requests of an arm are marked: their path, the only pools that may serve them (none: all), the KV transport."""
+
+    path: str
+    pools: tuple[str, ...] = ()
+    transport: str = ""
+
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """The public headers, or gRPC metadata, that say so."""
+        found = [("x-splitpoint-path", self.path)]
+        if self.pools:
+            found.append(("x-splitpoint-pools", ",".join(self.pools)))
+        if self.transport:
+            found.append(("x-splitpoint-transport", self.transport))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +116,11 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """One workload sent once through one path at one rate. `void` says why it does not count, "" when it does."""
+    """One workload sent once through one path, or arm, at one rate. `void` says why it does not count, "" when it does.
+
+    The first `warm_up` requests are sent and not judged. `half` is 0 for the arm's first probe of its block, 1 for its second.
+    `began_s` is the load generator's clock.
+    """
 
     path: str
     seed: int
@@ -103,9 +128,16 @@ class Probe:
     workload_digest: str
     outcomes: list[Outcome]
     void: str = ""
+    warm_up: int = 0
+    half: int = 0
+    began_s: float = 0.0
+
+    @property
+    def judged(self) -> list[Outcome]:
+        return self.outcomes[self.warm_up :]
 
     def attainment(self, slo: Slo) -> float:
-        return sum(outcome.meets(slo) for outcome in self.outcomes) / len(self.outcomes)
+        return sum(outcome.meets(slo) for outcome in self.judged) / len(self.judged)
 
     @property
     def lag_p99_s(self) -> float:
@@ -122,10 +154,12 @@ async def run_probe(
     ttft_slo_s: float | None = None,
     now: Callable[[], float] = time.perf_counter,
     on_done: Callable[[], None] = lambda: None,
+    warm_up: int = 0,
+    half: int = 0,
 ) -> Probe:
     """Send the workload and wait for every reply. Without `ttft_slo_s` the send lag is reported, not judged.
 
-    Cancelling it cancels what is outstanding.
+    Of its requests the first `warm_up` find an empty system, and are not judged. Cancelling it cancels what is outstanding.
     """
     # Whatever can be done before is: while it is sent, nothing else delays the workload.
     all_due_s = workload.due_s(rate_per_s)
@@ -144,6 +178,9 @@ async def run_probe(
         rate_per_s=rate_per_s,
         workload_digest=workload.digest,
         outcomes=[task.result() for task in tasks],
+        warm_up=warm_up,
+        half=half,
+        began_s=start,
     )
     if ttft_slo_s is not None and probe.lag_p99_s > MAX_SEND_LAG_SHARE * ttft_slo_s:
         allowed_ms = MAX_SEND_LAG_SHARE * ttft_slo_s * 1e3
@@ -151,13 +188,20 @@ async def run_probe(
     return probe
 
 
-async def run_one_at_a_time(client: Client, requests: Sequence[PlannedRequest], *, path: str, deadline_s: float) -> list[Outcome]:
+async def run_one_at_a_time(
+    client: Client,
+    requests: Sequence[PlannedRequest],
+    *,
+    path: str,
+    deadline_s: float,
+    now: Callable[[], float] = time.perf_counter,
+) -> list[Outcome]:
     """Unloaded: each request is due when the one before has ended."""
     outcomes = []
     for index, request in enumerate(requests):
         replies = client.ask(request, path, deadline_s)
-        start = time.perf_counter()
-        outcomes.append(await _one(replies, request, index, start, 0.0, deadline_s, time.perf_counter))
+        start = now()
+        outcomes.append(await _one(replies, request, index, start, 0.0, deadline_s, now))
     return outcomes
 
 
@@ -217,18 +261,24 @@ async def _one(
 class GrpcClient:
     """`GenerationService` of one gateway. Use it as an async context manager."""
 
-    def __init__(self, target: str, *, model: str = "", api_key: str = "") -> None:
+    def __init__(self, target: str, *, model: str = "", api_key: str = "", arms: Mapping[str, ArmTarget] | None = None) -> None:
+        """`arms`: what a name given to `ask` stands for; other names are paths. It may be changed later by `know`."""
         # The proxy of the environment is for the outside, not for the system under test.
         self._channel = grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._model = model
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._arms = dict(arms or {})
 
     async def __aenter__(self) -> GrpcClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
+
+    def know(self, name: str, target: ArmTarget) -> None:
+        """From now on `ask` sends an arm's requests there."""
+        self._arms[name] = target
 
     async def model(self, timeout_s: float) -> str:
         """The served model's id. Raises `RequestFailedError`."""
@@ -249,7 +299,8 @@ class GrpcClient:
             sampling_params=common_pb2.SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True),
             stream=True,
         )
-        return self._replies(message, (*self._metadata, ("x-splitpoint-path", path)), deadline_s)
+        target = self._arms.get(path) or ArmTarget(path)
+        return self._replies(message, (*self._metadata, *target.headers()), deadline_s)
 
     async def _replies(
         self, message: generation_pb2.GenerateRequest, metadata: tuple[tuple[str, str], ...], deadline_s: float
