@@ -128,12 +128,12 @@ def stalls(arm: str, probes: Sequence[tuple[Floats, Floats]]) -> Fault | None:
     return Fault(STALL, f"{arm} stands still for about {size_ms:.0f} ms every {1 / float(frequencies[at]):.1f} s", False)
 
 
-def inspect(probes: Sequence[Probe], workloads: Sequence[Workload]) -> list[Fault]:
+def inspect(probes: Sequence[Probe], workloads: Sequence[Workload], arms: Sequence[str] = PATHS) -> list[Fault]:
     """What these probes show by themselves. `workloads`: what was sent, one per seed; salts do not matter."""
     sent = {workload.spec.seed: workload for workload in workloads}
     shared = statistics.fmean(workload.shared for workload in workloads)
     found: list[Fault | None] = [late_client(sum(bool(probe.void) for probe in probes), len(probes))]
-    for path in PATHS:
+    for path in arms:
         own = [probe for probe in probes if probe.path == path and not probe.void]
         if not own:
             continue

@@ -12,10 +12,10 @@ BELOW = "below the lowest rate tried"
 NOT_MEASURED = "not measured"
 
 
-def void_notes(probes: Sequence[Probe]) -> list[str]:
+def void_notes(probes: Sequence[Probe], arms: Sequence[str] = PATHS) -> list[str]:
     """One per path that has void probes: how many, and the worst."""
     notes = []
-    for path in PATHS:
+    for path in arms:
         own = [probe for probe in probes if probe.path == path]
         void = [probe for probe in own if probe.void]
         if void:
@@ -25,19 +25,19 @@ def void_notes(probes: Sequence[Probe]) -> list[str]:
     return notes
 
 
-def knee_notes(knees: Sequence[dict[str, Any]]) -> list[str]:
+def knee_notes(knees: Sequence[dict[str, Any]], arms: Sequence[str] = PATHS) -> list[str]:
     """Which seeds have no goodput on a path, and why; seeds with the same reason together."""
     seeds: dict[tuple[str, str], list[str]] = {}
     for entry in knees:
-        for path in PATHS:
+        for path in arms:
             if why := entry[path]["why"]:
                 seeds.setdefault((path, why), []).append(str(entry["seed"]))
     return [f"goodput {path} {why}, seed {', '.join(found)}" for (path, why), found in seeds.items()]
 
 
-def to_settle(knees: Sequence[dict[str, Any]], probes: Sequence[Probe]) -> list[str]:
+def to_settle(knees: Sequence[dict[str, Any]], probes: Sequence[Probe], arms: Sequence[str] = PATHS) -> list[str]:
     """What the seeds without a ratio need, as one note; none where every seed has one."""
-    whys = [entry[path]["why"] for entry in knees for path in PATHS]
+    whys = [entry[path]["why"] for entry in knees for path in arms]
     needs = []
     above, below = (any(why.startswith(kind) for why in whys) for kind in (ABOVE, BELOW))
     if above or below:

@@ -36,8 +36,8 @@ class Paired:
     worst: tuple[Loss, ...]
 
 
-def paired(probes: Sequence[Probe]) -> Paired | None:
-    """Every request that both paths answered, in probes that are not void; None without any."""
+def paired(probes: Sequence[Probe], challenger: str = "split", baseline: str = "colocated") -> Paired | None:
+    """Every request that both arms answered, in probes that are not void; None without any."""
     found: dict[tuple[int, float, int], dict[str, list[Outcome]]] = {}
     for probe in probes:
         if probe.void:
@@ -46,7 +46,7 @@ def paired(probes: Sequence[Probe]) -> Paired | None:
             if not outcome.failure and outcome.e2e_s is not None and outcome.ttft_s is not None:
                 key = (probe.seed, probe.rate_per_s, outcome.index)
                 found.setdefault(key, {}).setdefault(probe.path, []).append(outcome)
-    losses = [_loss(key, arms) for key, arms in found.items() if {"split", "colocated"} <= set(arms)]
+    losses = [_loss(key, arms[challenger], arms[baseline]) for key, arms in found.items() if {challenger, baseline} <= set(arms)]
     if not losses:
         return None
     differences = [loss.e2e_s for loss in losses]
@@ -59,8 +59,7 @@ def paired(probes: Sequence[Probe]) -> Paired | None:
     )
 
 
-def _loss(key: tuple[int, float, int], arms: dict[str, list[Outcome]]) -> Loss:
-    split, colocated = arms["split"], arms["colocated"]
+def _loss(key: tuple[int, float, int], split: list[Outcome], colocated: list[Outcome]) -> Loss:
     tpots = [[outcome.tpot_s for outcome in arm if outcome.tpot_s is not None] for arm in (split, colocated)]
     seed, rate_per_s, index = key
     return Loss(

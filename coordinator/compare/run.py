@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.compare.faults import LATE_CLIENT, inspect
+from coordinator.compare.goodput import floor, ratios, seed_knees
 from coordinator.compare.load import (
     PATHS,
     Client,
@@ -22,14 +23,13 @@ from coordinator.compare.load import (
     run_one_at_a_time,
     run_probe,
 )
-from coordinator.compare.notes import NOT_MEASURED, knee_notes, to_settle, void_notes
+from coordinator.compare.notes import knee_notes, to_settle, void_notes
 from coordinator.compare.paired import paired
 from coordinator.compare.plan import TAIL_E2ES, QuickPlan, plan_quick
 from coordinator.compare.priors import priors
 from coordinator.compare.record import Record, utc_now, write
 from coordinator.compare.slo import SloSpec
 from coordinator.compare.sources import Material
-from coordinator.compare.stats import knee, log_ratios
 from coordinator.compare.summary import arm, summarise
 from coordinator.compare.target import connect
 from coordinator.compare.undisturbed import CLIENT_NICE, prompt_client
@@ -40,6 +40,7 @@ BUDGET_S = 78.0
 """The command has 90 s, with its own start and the last request's end."""
 PROMPT_TOKENS = (48, 96)
 OUTPUT_TOKENS = (8, 12)
+BASELINE = "colocated"
 CALIBRATION_REQUESTS = 4
 CALIBRATION_SEED = 0
 REQUEST_DEADLINE_S = 20.0
@@ -128,7 +129,7 @@ async def compare_paths(
     probes, notes = await _run_plan(client, plan, calibration, run_salt, began + budget_s, say, workloads)
     notes += void_notes(probes)
     slo = calibration.slo
-    knees, differences, floor = goodputs(plan, probes, slo)
+    knees, differences, itself = goodputs(plan, probes, slo)
     notes += knee_notes(knees) + to_settle(knees, probes)
     sent = [workloads(seed, plan.requests) for seed in plan.seeds]
     # Void probes have their notes already, and their own reason for deciding nothing.
@@ -153,34 +154,45 @@ async def compare_paths(
         loaded=[arm(path, probes, slo) for path in PATHS],
         knees=knees,
         probes=probes,
-        judgement=judge(differences, floor, MARGIN, faults=[fault.text for fault in faults if fault.unfit]),
+        judgement=judge(differences, itself, MARGIN, faults=[fault.text for fault in faults if fault.unfit]),
         notes=notes,
     )
 
 
-async def calibrate(client: Client, run_salt: str, workloads: Workloads, wanted: SloSpec) -> Calibration:
-    """A warm-up and a few requests per path, one at a time, paths alternating. Raises `ComparisonError`."""
-    workload = workloads(CALIBRATION_SEED, CALIBRATION_REQUESTS)
-    outcomes: dict[str, list[Outcome]] = {path: [] for path in PATHS}
-    for path in PATHS:
-        await _unloaded(client, workload.salted(f"{run_salt}/warm/{path}").requests[0], path)
-    for index in range(CALIBRATION_REQUESTS):
-        for path in PATHS:
-            request = workload.salted(f"{run_salt}/unloaded/{path}").requests[index % len(workload.requests)]
-            outcomes[path].append(await _unloaded(client, request, path))
-    base = summarise("colocated", outcomes["colocated"], None)
+async def calibrate(
+    client: Client,
+    run_salt: str,
+    workloads: Workloads,
+    wanted: SloSpec,
+    *,
+    arms: Sequence[str] = PATHS,
+    baseline: str = BASELINE,
+    requests: int = CALIBRATION_REQUESTS,
+    deadline_s: float = REQUEST_DEADLINE_S,
+    now: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """A warm-up and a few requests per arm, one at a time, arms alternating. Raises `ComparisonError`."""
+    workload = workloads(CALIBRATION_SEED, requests)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
+
+    async def unloaded(request: PlannedRequest, name: str) -> Outcome:
+        (outcome,) = await run_one_at_a_time(client, [request], path=name, deadline_s=deadline_s, now=now)
+        if outcome.failure:
+            raise ComparisonError(f"the {name} path fails even unloaded: {outcome.failure}")
+        return outcome
+
+    for name in arms:
+        await unloaded(workload.salted(f"{run_salt}/warm/{name}").requests[0], name)
+    for index in range(requests):
+        for name in arms:
+            request = workload.salted(f"{run_salt}/unloaded/{name}").requests[index % len(workload.requests)]
+            outcomes[name].append(await unloaded(request, name))
+    base = summarise(baseline, outcomes[baseline], None)
     if base.ttft is None or base.tpot is None or base.e2e is None or base.e2e.p50 <= 0:
-        raise ComparisonError("the colocated path answered without a measurable latency")
+        raise ComparisonError(f"the {baseline} path answered without a measurable latency")
     slo = wanted.resolve(unloaded_ttft_s=base.ttft.p50, unloaded_tpot_s=base.tpot.p50)
     multiples = {"ttft": slo.ttft_s / base.ttft.p50, "tpot": slo.tpot_s / base.tpot.p50}
     return Calibration(outcomes, slo, base.e2e.p50, multiples)
-
-
-async def _unloaded(client: Client, request: PlannedRequest, path: str) -> Outcome:
-    (outcome,) = await run_one_at_a_time(client, [request], path=path, deadline_s=REQUEST_DEADLINE_S)
-    if outcome.failure:
-        raise ComparisonError(f"the {path} path fails even unloaded: {outcome.failure}")
-    return outcome
 
 
 def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[dict[str, Any]], list[float], list[float]]:
@@ -188,27 +200,11 @@ def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[d
 
     A seed without a bracketed knee in both arms gives no ratio: a bound is not a measurement.
     """
-    knees: list[dict[str, Any]] = []
-    differences: list[float] = []
-    floor: list[float] = []
-    for seed in plan.seeds:
-        entry: dict[str, Any] = {"seed": seed}
-        for name, path, half in (
-            ("split", "split", None),
-            ("colocated", "colocated", None),
-            ("colocated_first", "colocated", 0),
-            ("colocated_second", "colocated", 1),
-        ):
-            chosen = _probes(plan, probes, seed, path, half)
-            if not chosen:
-                entry[name] = {"rate_per_s": None, "why": NOT_MEASURED}
-                continue
-            found = knee([p.rate_per_s for p in chosen], [p.attainment(slo) for p in chosen], requests=plan.requests)
-            entry[name] = {"rate_per_s": found.rate_per_s, "why": found.why}
-        knees.append(entry)
-        differences += _ratio(entry["split"], entry["colocated"])
-        floor += _ratio(entry["colocated_first"], entry["colocated_second"])
-    return knees, differences, floor
+    # Probes are in the plan's order; a run that was cut has fewer.
+    for step, probe in zip(plan.steps, probes, strict=False):
+        probe.half = step.half
+    knees = [seed_knees(probes, seed, slo, PATHS, BASELINE) for seed in plan.seeds]
+    return knees, ratios(knees, "split", BASELINE), floor(knees, BASELINE)
 
 
 async def _run_plan(
@@ -252,18 +248,3 @@ def _priors(slo: Slo, calibration: Calibration, sent: Sequence[Workload]) -> lis
 def short_prompts(seed: int, requests: int) -> Workload:
     """The workload of a comparison that names none."""
     return make(WorkloadSpec(seed=seed, requests=requests, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS))
-
-
-def _probes(plan: QuickPlan, probes: Sequence[Probe], seed: int, path: str, half: int | None) -> list[Probe]:
-    """Probes are in the plan's order; a run that was cut has fewer."""
-    return [
-        probe
-        for step, probe in zip(plan.steps, probes, strict=False)
-        if not probe.void and step.seed == seed and step.path == path and half in (None, step.half)
-    ]
-
-
-def _ratio(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
-    if first["rate_per_s"] is None or second["rate_per_s"] is None:
-        return []
-    return log_ratios([first["rate_per_s"]], [second["rate_per_s"]])

@@ -95,7 +95,7 @@ def arm(path: str, probes: Iterable[Probe], slo: Slo) -> ArmSummary:
     """The path's probes that are not void, together; all of them where every one is, so that something can be looked at."""
     own = [probe for probe in probes if probe.path == path]
     shown = [probe for probe in own if not probe.void] or own
-    return summarise(path, [outcome for probe in shown for outcome in probe.outcomes], slo)
+    return summarise(path, [outcome for probe in shown for outcome in probe.judged], slo)
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -13,6 +13,7 @@ from coordinator.compare.run import goodputs
 from coordinator.compare.summary import arm, summarise
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
+REQUESTS = 100
 
 
 def outcome(*, ttft_s: float = 0.5, tpot_s: float = 0.05, tokens: int = 11, failure: str = "") -> Outcome:
@@ -31,7 +32,7 @@ def outcome(*, ttft_s: float = 0.5, tpot_s: float = 0.05, tokens: int = 11, fail
 
 
 def probe(path: str, seed: int, rate_per_s: float, attained: float, void: str = "") -> Probe:
-    outcomes = [outcome(ttft_s=0.5 if i < attained * 100 else 2.0) for i in range(100)]
+    outcomes = [outcome(ttft_s=0.5 if i < attained * REQUESTS else 2.0) for i in range(REQUESTS)]
     return Probe(path=path, seed=seed, rate_per_s=rate_per_s, workload_digest="", outcomes=outcomes, void=void)
 
 
@@ -46,7 +47,7 @@ def probes(plan: QuickPlan, fall: dict[str, float]) -> list[Probe]:
 def crossing(plan: QuickPlan, at_high: float) -> float:
     """From everything but half a request at the low rate: a line in normal quantiles over log rate."""
     low, high = plan.rates_per_s
-    most, least, level = (statistics.NormalDist().inv_cdf(share) for share in (1 - 0.5 / plan.requests, at_high, 0.9))
+    most, least, level = (statistics.NormalDist().inv_cdf(share) for share in (1 - 0.5 / REQUESTS, at_high, 0.9))
     return low * (high / low) ** ((most - level) / (most - least))
 
 

@@ -1,0 +1,46 @@
+"""From probes to goodput: per seed the knee of every arm, and the ratios that a verdict rests on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coordinator.compare.load import Probe, Slo
+from coordinator.compare.notes import NOT_MEASURED
+from coordinator.compare.stats import Knee, knee, log_ratios
+
+FIRST, SECOND = "_first", "_second"
+"""Behind the baseline's name: its first and second probes of each block, the baseline against itself."""
+
+
+def seed_knee(probes: Sequence[Probe], slo: Slo) -> Knee:
+    """The goodput of one arm under one seed; without probes there is none."""
+    if not probes:
+        return Knee(None, NOT_MEASURED)
+    judged = min(len(probe.judged) for probe in probes)
+    return knee([probe.rate_per_s for probe in probes], [probe.attainment(slo) for probe in probes], requests=judged)
+
+
+def seed_knees(probes: Sequence[Probe], seed: int, slo: Slo, arms: Sequence[str], baseline: str) -> dict[str, Any]:
+    """One seed's entry of a record: each arm's goodput, or why there is none, and the two halves of the baseline's."""
+    own = [probe for probe in probes if probe.seed == seed and not probe.void]
+    entry: dict[str, Any] = {"seed": seed}
+    chosen = {name: [probe for probe in own if probe.path == name] for name in arms}
+    for half, suffix in enumerate((FIRST, SECOND)):
+        chosen[baseline + suffix] = [probe for probe in own if probe.path == baseline and probe.half == half]
+    for name, found in chosen.items():
+        point = seed_knee(found, slo)
+        entry[name] = {"rate_per_s": point.rate_per_s, "why": point.why}
+    return entry
+
+
+def ratios(knees: Sequence[dict[str, Any]], over: str, under: str) -> list[float]:
+    """log(over / under) of each seed that has both: a bound is not a measurement."""
+    pairs = [(entry[over]["rate_per_s"], entry[under]["rate_per_s"]) for entry in knees]
+    whole = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return log_ratios([a for a, _ in whole], [b for _, b in whole])
+
+
+def floor(knees: Sequence[dict[str, Any]], baseline: str) -> list[float]:
+    """The baseline against itself, as `ratios`."""
+    return ratios(knees, baseline + FIRST, baseline + SECOND)
