@@ -7,13 +7,13 @@ whatever text is held back and however many tokens a server puts into one chunk.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from coordinator.compare.load import Piece, RequestFailedError
+from coordinator.compare.load import ArmTarget, Piece, RequestFailedError
 from coordinator.compare.workload import PlannedRequest
 from protos.splitpoint.v1 import common_pb2
 
@@ -26,7 +26,9 @@ SCHEMES = ("http://", "https://")
 class HttpClient:
     """One OpenAI server at `url`, such as `http://127.0.0.1:8000`. Use it as an async context manager."""
 
-    def __init__(self, url: str, *, model: str = "", api_key: str = "") -> None:
+    def __init__(self, url: str, *, model: str = "", api_key: str = "", arms: Mapping[str, ArmTarget] | None = None) -> None:
+        """`arms`: as `GrpcClient`'s."""
+        self._arms = dict(arms or {})
         self._url = url.rstrip("/")
         self._model = model
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -43,6 +45,10 @@ class HttpClient:
         if self._open is not None:
             await self._open.close()
             self._open = None
+
+    def know(self, name: str, target: ArmTarget) -> None:
+        """From now on `ask` sends an arm's requests there."""
+        self._arms[name] = target
 
     async def model(self, timeout_s: float) -> str:
         """The served model's id. Raises `RequestFailedError`."""
@@ -70,10 +76,11 @@ class HttpClient:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        target = self._arms.get(path) or ArmTarget(path)
         headers = {
             "content-type": "application/json",
-            "x-splitpoint-path": path,
             "x-splitpoint-deadline-s": f"{deadline_s:.3f}",
+            **dict(target.headers()),
         }
         return self._replies(json.dumps(body, separators=(",", ":")).encode("ascii"), headers, deadline_s)
 

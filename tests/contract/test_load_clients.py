@@ -14,7 +14,7 @@ from aiohttp import web
 
 from coordinator.compare import cli
 from coordinator.compare.http_client import HttpClient
-from coordinator.compare.load import GrpcClient, Outcome, RequestFailedError, run_one_at_a_time, run_probe
+from coordinator.compare.load import ArmTarget, GrpcClient, Outcome, RequestFailedError, run_one_at_a_time, run_probe
 from coordinator.compare.target import connect
 from coordinator.compare.workload import PlannedRequest, WorkloadSpec, make
 from coordinator.gateway.api import Finished, Submission, Tokens
@@ -83,6 +83,15 @@ async def test_a_probe_forces_lengths_names_its_path_and_brings_ledgers(door: Do
         assert outcome.ledger is not None
         assert (outcome.ledger["path"], outcome.ledger["attempts"], outcome.ledger["recomputed"]) == ("split", 3, False)
         assert outcome.ledger["e2e_s"] == pytest.approx(0.05)
+
+
+async def test_an_arm_names_its_path_pools_and_transport(door: Door) -> None:
+    core, client = door
+    client.know("two", ArmTarget("colocated", pools=("a", "b"), transport="grpc"))
+    (outcome,) = await run_one_at_a_time(client, [PlannedRequest(0.0, (5, 6, 7), 2)], path="two", deadline_s=20)
+    assert outcome.failure == ""
+    (submission,) = core.submissions
+    assert (submission.path, submission.pools, submission.transport) == ("colocated", {"a", "b"}, "grpc")
 
 
 async def test_both_doors_say_a_failure_in_its_own_words(door: Door) -> None:
