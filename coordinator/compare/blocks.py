@@ -32,17 +32,24 @@ def block(arms: Sequence[str], first: int = 0) -> tuple[tuple[str, int], ...]:
     return (*((arm, 0) for arm in turned), *((arm, 1) for arm in reversed(turned)))
 
 
-def schedule(arms: Sequence[str], seeds: Sequence[int], rates_per_s: Sequence[float]) -> tuple[Turn, ...]:
+def schedule(
+    arms: Sequence[str], seeds: Sequence[int], rates_per_s: Sequence[float], *, by_seed: bool = False
+) -> tuple[Turn, ...]:
     """All blocks, seed by seed: a run that is cut short lacks its last seeds, not an arm.
+
+    With `by_seed` an arm runs all rates before the next begins, for arms that are costly to change: drift over a block is longer
+    then, and still the same for all.
 
     Raises:
         ValueError: as `block`; no seeds or rates; a rate that is not positive.
     """
     if not seeds or not rates_per_s or any(rate <= 0 for rate in rates_per_s):
         raise ValueError("a schedule needs seeds and positive rates")
-    return tuple(
-        Turn(seed, rate, arm, half)
-        for place, seed in enumerate(seeds)
-        for rate in rates_per_s
-        for arm, half in block(arms, place)
-    )
+    turns: list[Turn] = []
+    for place, seed in enumerate(seeds):
+        order = block(arms, place)
+        if by_seed:
+            turns += [Turn(seed, rate, arm, half) for arm, half in order for rate in rates_per_s]
+        else:
+            turns += [Turn(seed, rate, arm, half) for rate in rates_per_s for arm, half in order]
+    return tuple(turns)

@@ -23,15 +23,45 @@ SCHEMA_VERSION = 1
 """Rises when a field changes its meaning or goes; new fields alone do not raise it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningStep:
+    """One probe of the search for a candidate's knee, on a tuning seed. `chosen`: of the candidate that is compared."""
+
+    candidate: str
+    seed: int
+    rate_per_s: float
+    attainment: float
+    chosen: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ArmRecord:
+    """One arm as it was compared. `tried` holds each candidate's goodput per tuning seed, requests/s; `engine`, by pool, the
+    arguments that its engines were started with, where the manifest tells them."""
+
+    name: str
+    path: str
+    candidate: str
+    pools: tuple[str, ...] = ()
+    transport: str = ""
+    engine: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tuning: list[TuningStep] = field(default_factory=list)
+    tried: dict[str, list[float]] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """`kind` is "quick" or "merged". `unloaded` and `loaded` hold one summary per path. `notes` says what was cut or left out.
+    """`kind` is "quick", "full" or "merged". `unloaded` and `loaded` hold one summary per path, or arm. `notes` says what is
+    missing.
 
     `paired` is about requests that both paths answered; `priors` is what is usually so; `faults` are those of method and of an
     arm that were found. `lengths` holds mean, p50, p95 and extremes of `input` and `output` over all seeds; `source` the
     specification that the workloads were made from, empty for the built-in one. `knees` holds, per seed, each arm's goodput or
     why there is none. `manifest` is the system's own, empty when it was not to be had. `client_nice` is the load client's
     niceness; below 0 it ran before the system under test where both were ready.
+
+    Of a full comparison: `experiment` is the plan as it was read and `experiment_digest` what runs of it have in common; `arms`
+    are the baseline and the others; `verdicts` is the judgement of each challenger, of which `judgement` is the first's.
     """
 
     kind: str
@@ -58,6 +88,10 @@ class Record:
     client_nice: int = 0
     notes: list[str] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
+    experiment: dict[str, Any] = field(default_factory=dict)
+    experiment_digest: str = ""
+    arms: list[ArmRecord] = field(default_factory=list)
+    verdicts: dict[str, Judgement] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:

@@ -20,6 +20,7 @@ from coordinator.compare.stats import (
 )
 
 MARGIN = 0.05
+BASELINE = "colocated"
 MIN_SEEDS = 3
 
 
@@ -32,11 +33,12 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The verdict and everything it rests on.
+    """The verdict and everything it rests on. Between other arms than the two paths `split` stands for the challenger and
+    `colocate` for the baseline.
 
-    `ratio`, `low` and `high` are of goodput, split over colocated, with an interval of `confidence`; None when there are too few
-    seeds for one. `floor_low` and `floor_high` are the baseline against itself. `bootstrap_low` and `bootstrap_high` stand beside
-    and decide nothing. `p` is of the strongest claim, `p_adjusted` the same among several workloads. `seeds_needed` is in all,
+    `ratio`, `low` and `high` are of goodput, challenger over baseline, with an interval of `confidence`; None when there are too
+    few seeds for one. `floor_low` and `floor_high` are the baseline against itself. `bootstrap_low` and `bootstrap_high` stand
+    beside and decide nothing. `p` is of the strongest claim, `p_adjusted` the same among several workloads. `seeds_needed` is in all,
     None when unknown. `looks` are the planned numbers of seeds, empty where a single look was planned.
     """
 
@@ -56,17 +58,26 @@ class Judgement:
     p: float | None = None
     p_adjusted: float | None = None
     looks: tuple[int, ...] = ()
+    challenger: str = Verdict.SPLIT.value
+    baseline: str = BASELINE
+
+    @property
+    def winner(self) -> str:
+        """For people: the verdict, by the names of the arms."""
+        named = {Verdict.SPLIT: self.challenger, Verdict.COLOCATE: self.baseline}
+        usual = (self.challenger, self.baseline) == (Verdict.SPLIT.value, BASELINE)
+        return self.verdict.value if usual else named.get(self.verdict, self.verdict.value)
 
     def sentence(self) -> str:
         """For people, one line."""
         if self.ratio is None:
             measured = "no ratio was measured"
         elif self.low is None or self.high is None:
-            measured = f"split/colocated {self.ratio:.2f}, no interval"
+            measured = f"{self.challenger}/{self.baseline} {self.ratio:.2f}, no interval"
         else:
-            measured = f"split/colocated {self.ratio:.2f} ({self.low:.2f} to {self.high:.2f})"
+            measured = f"{self.challenger}/{self.baseline} {self.ratio:.2f} ({self.low:.2f} to {self.high:.2f})"
         seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
-        text = f"{self.verdict}: {self.reason} [{measured}, {seeds}, margin {self.margin:.0%}]"
+        text = f"{self.winner}: {self.reason} [{measured}, {seeds}, margin {self.margin:.0%}]"
         if self.verdict is Verdict.UNDECIDED and self.seeds_needed is not None:
             more = max(1, self.seeds_needed - self.seeds)
             if self.seeds < 2:
@@ -83,8 +94,10 @@ def judge(
     looks: Sequence[int] = (),
     faults: Sequence[str] = (),
     bootstrap: bool = True,
+    challenger: str = Verdict.SPLIT.value,
+    baseline: str = BASELINE,
 ) -> Judgement:
-    """Judge `differences`, log(split / colocated) of goodput per seed, against `floor`, log(baseline / itself) per seed.
+    """Judge `differences`, log(challenger / baseline) of goodput per seed, against `floor`, log(baseline / itself) per seed.
 
     `faults` of method that were found leave nothing to judge; the first is the reason.
 
@@ -101,6 +114,8 @@ def judge(
     confidence = planned.get(seeds, CONFIDENCE)
     interval, floor_interval = t_interval(differences, confidence), t_interval(floor)
     verdict, reason = _decide(seeds, interval, floor_interval, bound)
+    if (challenger, baseline) != (Verdict.SPLIT.value, BASELINE) and verdict in (Verdict.SPLIT, Verdict.COLOCATE):
+        reason = "it serves more within the SLO"
     if faults:
         verdict, reason = Verdict.UNDECIDED, f"rig unfit: {faults[0]}"
     spread = floor_interval is not None and len(floor) >= MIN_SEEDS and bool(_unfit(floor_interval, bound))
@@ -128,6 +143,8 @@ def judge(
         bootstrap_high=_exp(boot, 1),
         p=claim_p(differences, bound) if seeds >= 2 else None,
         looks=tuple(planned),
+        challenger=challenger,
+        baseline=baseline,
     )
 
 

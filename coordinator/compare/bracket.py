@@ -1,0 +1,48 @@
+"""The coarse search for a knee: which rate to try next, and which rates to compare at. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from coordinator.compare.stats import knee
+
+STEP = 1.5
+LEVEL = 0.9
+
+
+def next_rate(tried: Mapping[float, float], start_per_s: float, level: float = LEVEL) -> float | None:
+    """The rate to try after `tried` (rate to attainment); None when the knee lies between two of them.
+
+    Raises:
+        ValueError: `start_per_s` is not positive.
+    """
+    if start_per_s <= 0:
+        raise ValueError("start_per_s must be positive")
+    if not tried:
+        return start_per_s
+    low, high = min(tried), max(tried)
+    if tried[high] >= level:
+        return high * STEP
+    if tried[low] < level:
+        return low / STEP
+    return None
+
+
+def found(tried: Mapping[float, float], requests: int, level: float = LEVEL) -> float | None:
+    """The knee between the rates that were tried; None where they do not bracket it."""
+    if not tried:
+        return None
+    return knee(list(tried), list(tried.values()), level, requests).rate_per_s
+
+
+def rates_around(knees_per_s: Sequence[float], count: int, spread: float) -> tuple[float, ...]:
+    """`count` rates at equal ratios, from the lowest knee over `spread` to the highest times it.
+
+    Raises:
+        ValueError: no positive knee, fewer than two rates, or a spread that is not above 1.
+    """
+    if not knees_per_s or min(knees_per_s) <= 0 or count < 2 or spread <= 1:
+        raise ValueError("rates need positive knees, two points and a spread above 1")
+    low, high = min(knees_per_s) / spread, max(knees_per_s) * spread
+    ratio = (high / low) ** (1 / (count - 1))
+    return tuple(low * ratio**place for place in range(count))

@@ -1,0 +1,162 @@
+"""What a full comparison is: arms, workload, objective and sizes, fixed in one TOML before anything is measured.
+
+`read` is the thin shell (files); everything else is pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+
+from coordinator.compare.faults import MIN_TRIED
+from coordinator.compare.load import ArmTarget
+from coordinator.compare.slo import SloError, parse
+from coordinator.compare.verdict import MARGIN, MIN_SEEDS
+
+TUNING_SEEDS_FROM = 1_000_001
+"""Seeds that only tuning and the search for the rates use: what was chosen on them is confirmed on others."""
+
+
+class ExperimentError(ValueError):
+    """The file is no experiment; one line per fault, each naming its field."""
+
+
+class Candidate(BaseModel):
+    """One configuration of an arm. With `apply` the coordinator is asked for exactly these pools before it is measured; without,
+    its pools stand beside those of the other arms, on the same accelerators."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pools: tuple[str, ...] = Field((), description="The only pools that serve it; none: all of the system.")
+    apply: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Pools as in the configuration's [pools.*].")
+
+    @model_validator(mode="after")
+    def _served(self) -> Candidate:
+        if self.apply and self.pools and not set(self.pools) <= set(self.apply):
+            raise ValueError(f"pools {sorted(set(self.pools) - set(self.apply))} are not among those applied")
+        return self
+
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """The pools that its requests name."""
+        return self.pools or tuple(self.apply)
+
+
+class Arm(BaseModel):
+    """One side of the comparison, in one or several configurations. The best on the tuning seeds is the one compared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Literal["split", "colocated"]
+    transport: str = Field("", description="Of the KV, on the split path; empty: as the workers agree.")
+    candidates: dict[str, Candidate] = Field(min_length=1, description="By name.")
+
+    def target(self, candidate: str) -> ArmTarget:
+        """How its requests are marked."""
+        return ArmTarget(self.path, self.candidates[candidate].served_by, self.transport)
+
+
+class Experiment(BaseModel):
+    """The whole plan. Everything here is fixed beforehand; what is found on the way is in the record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workload: Path = Field(description="TOML of a workload, relative to this file's folder.")
+    arms: dict[str, Arm] = Field(min_length=2, description="By name, the baseline first.")
+    slo: str = Field("", description="Such as ttft=500ms,tpot=2.5x; a multiple is of the baseline's unloaded median.")
+    margin: float = Field(MARGIN, gt=0, lt=1, description="Smaller differences do not matter.")
+    requests: PositiveInt = Field(1000, ge=20, description="Of one probe, warm-up included.")
+    warm_up_share: float = Field(0.1, ge=0, le=0.5, description="The first part of a probe's requests is sent, not judged.")
+    rates: int = Field(4, ge=2, le=9, description="Rates around the knees, the same for every arm.")
+    spread: float = Field(1.25, gt=1, le=3, description="The outer rates lie this factor beyond the lowest and highest knee.")
+    looks: tuple[int, ...] = Field((5,), min_length=1, description="Rising numbers of seeds at which it is judged.")
+    tuning_seeds: PositiveInt = Field(1, description="On which an arm's candidates are tried.")
+    search_steps: int = Field(8, ge=2, le=20, description="At most so many rates are tried to find a knee, factors of 1.5 apart.")
+    start_rate_per_s: PositiveFloat | None = Field(None, description="Where the search begins. None: from the unloaded times.")
+    unloaded_requests: int = Field(4, ge=2, le=100, description="Of each arm, one at a time; multiples rest on them.")
+    deadline_s: PositiveFloat = Field(120.0, description="Of one request.")
+    reset_caches: bool = Field(False, description="Empty all prefix caches before each probe; salts keep them apart without.")
+    parity_requests: int = Field(
+        0, ge=0, le=100, description="Sent one at a time through every arm after each seed, and compared."
+    )
+    first_seed: PositiveInt = 1
+
+    @field_validator("slo")
+    @classmethod
+    def _objective(cls, text: str) -> str:
+        if text:
+            try:
+                parse(text)
+            except SloError as error:
+                raise ValueError(str(error)) from None
+        return text
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Experiment:
+        if self.looks[0] < MIN_SEEDS or any(b <= a for a, b in itertools.pairwise(self.looks)):
+            raise ValueError(f"looks must be rising numbers of seeds from {MIN_SEEDS} up, got {list(self.looks)}")
+        if self.requests - self.warm_up < 20:
+            raise ValueError("requests less the warm-up must leave 20 to judge")
+        return self
+
+    @property
+    def warm_up(self) -> int:
+        return int(self.requests * self.warm_up_share)
+
+    @property
+    def baseline(self) -> str:
+        return next(iter(self.arms))
+
+    @property
+    def challengers(self) -> tuple[str, ...]:
+        return tuple(self.arms)[1:]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Some candidate has pools of its own to be applied: then arms change as seldom as the order allows."""
+        return any(candidate.apply for arm in self.arms.values() for candidate in arm.candidates.values())
+
+    @property
+    def is_tuned(self) -> bool:
+        """Every arm has enough candidates for a choice among them to be called tuning."""
+        return all(len(arm.candidates) >= MIN_TRIED for arm in self.arms.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+def digest(experiment: Mapping[str, Any], source: Mapping[str, Any]) -> str:
+    """SHA-256 of what two runs of one experiment have in common. Their first seeds and parity samples may differ."""
+    kept = {key: value for key, value in experiment.items() if key not in ("workload", "first_seed", "parity_requests")}
+    return hashlib.sha256(json.dumps([kept, source], sort_keys=True).encode()).hexdigest()
+
+
+def read(path: Path) -> Experiment:
+    """The experiment in a TOML file. Raises `ExperimentError`."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExperimentError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ExperimentError(f"{path}: not TOML: {error}") from error
+    return check(found)
+
+
+def check(found: Mapping[str, Any]) -> Experiment:
+    """The experiment of a mapping. Raises `ExperimentError`."""
+    try:
+        return Experiment.model_validate(found)
+    except ValidationError as error:
+        lines = []
+        for fault in error.errors():
+            where = ".".join(map(str, fault["loc"])) or "experiment"
+            given = "" if fault["type"] in ("missing", "value_error") else f", got {fault['input']!r}"
+            lines.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}{given}")
+        raise ExperimentError("\n".join(lines)) from error
