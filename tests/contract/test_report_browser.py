@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from coordinator.compare.html.page import render
 from coordinator.compare.read import read
 from coordinator.compare.record import write
 from tests.support.browser import browser, find_browser
-from tests.support.records import VOID, comparison
+from tests.support.records import VOID, comparison, experiment
 
 PROGRAM = find_browser()
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")]
@@ -24,12 +26,14 @@ OUTSIDE = """Array.from(document.querySelectorAll('h1, h2, h3, p, svg, .card')).
 
 @pytest.fixture
 def page_file(tmp_path: Path) -> Path:
-    """Two records side by side, one of them with void probes only."""
+    """Three records side by side: three arms with everything, two paths, two paths with void probes only."""
     void = dataclasses.replace(comparison(), probes=[dataclasses.replace(p, void=VOID) for p in comparison().probes])
     pairs = []
     for name, made in (("azure-conv", comparison()), ("all-void", void)):
         write(made, tmp_path / f"{name}.json")
         pairs.append((name, read(tmp_path / f"{name}.json")))
+    (tmp_path / "three.json").write_text(json.dumps(experiment()))
+    pairs.insert(0, ("three-arms", read(tmp_path / "three.json")))
     path = tmp_path / "report.html"
     path.write_text(render(pairs), encoding="utf-8")
     return path
@@ -45,10 +49,15 @@ async def test_the_report_opens_without_a_fault_and_fits(page_file: Path) -> Non
                 assert page.troubles == []
                 assert await page.value("document.documentElement.scrollWidth") <= width
                 assert await page.value(OUTSIDE) == 0
-                assert await page.value(FIGURES) == 6
+                assert await page.value(FIGURES) == 12
                 background = await page.value("getComputedStyle(document.body).backgroundColor")
                 assert background == ("rgb(20, 24, 28)" if dark else "rgb(255, 255, 255)")
                 assert await page.value("parseFloat(getComputedStyle(document.body).fontSize)") >= 14
                 picture = await page.picture()
                 assert len(picture) > 20_000
                 (page_file.parent / f"{width}-{'dark' if dark else 'light'}.png").write_bytes(picture)
+        paper = base64.b64decode((await page.call("Page.printToPDF", printBackground=True))["data"])
+        (page_file.parent / "report.pdf").write_bytes(paper)
+        assert paper.startswith(b"%PDF")
+        # Nothing is cut to one sheet, and no heading takes a sheet of its own.
+        assert 5 <= paper.count(b"/Type /Page\n") <= 30

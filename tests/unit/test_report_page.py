@@ -14,14 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator import cli
-from coordinator.compare.html.figures import attainment, distributions, goodputs, ledger, sentence, void_probes
+from coordinator.compare.html import quality
+from coordinator.compare.html.arms import arms_of
+from coordinator.compare.html.figures import attainment, distributions, kv_use, ledger
 from coordinator.compare.html.page import STAGE_COLOURS, render
 from coordinator.compare.html.svg import BOTTOM, HEIGHT, RIGHT, TOP, WIDTH, Bar, Series, line_chart, stacked_bars
+from coordinator.compare.html.tables import goodput_head, goodput_means, goodputs, peaks, sentence, sentences, void_probes
 from coordinator.compare.read import NotARecordError, RecordError, find, read, schema
 from coordinator.compare.record import Record, write
 from coordinator.compare.summary import STAGES
 from coordinator.compare.workload import make
-from tests.support.records import SPEC, VOID, comparison
+from tests.support.records import ARMS, SPEC, VOID, comparison, experiment
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -108,6 +111,71 @@ class TestPage:
     def test_every_part_of_the_ledger_has_a_colour(self) -> None:
         assert len(STAGE_COLOURS) == len(STAGES) - 1
         assert len(set(STAGE_COLOURS)) == len(STAGE_COLOURS)
+
+
+class TestArms:
+    def test_every_part_of_an_experiment_is_on_its_page(self) -> None:
+        page = Page(render([("three arms", experiment())]))
+        assert page.open == []
+        assert page.tags.count("svg") == 6
+        for word in (
+            "tuned-colocated (baseline)", "split-fp8", "KV use over time",
+            "Memory and KV, peaks", "pool-of-split-fp8.max_num_batched_tokens",
+            "chosen", "pools prefill, decode", "chunk-8192", "80.0% of 40", "the drop may exceed", "near-tie",
+            "one-to-one lost for",
+        ):  # fmt: skip
+            assert word in page.words, word
+
+    def test_each_other_arm_has_its_own_verdict(self) -> None:
+        found = sentences(experiment())
+        assert [verdict for verdict, _ in found] == ["split", "undecided"]
+        assert found[0][1].startswith("one-to-one: split: splitting serves more")
+        assert "one-to-one over tuned-colocated 1.30" in found[0][1]
+        assert "more seeds like these would settle it" in found[1][1]
+
+    def test_goodput_is_the_seeds_mean_with_its_interval(self) -> None:
+        assert goodput_head(experiment()) == ["seed", *ARMS, "one-to-one / tuned-colocated", "split-fp8 / tuned-colocated"]
+        assert goodputs(experiment())[0] == ["1", "2.02/s", "2.63/s", "3.03/s", "1.300", "1.500"]
+        (_, shown, _), *_ = goodput_means(experiment())
+        assert shown == "2.04/s (1.99 to 2.09)"
+
+    def test_goodput_at_99_percent_needs_requests(self) -> None:
+        assert goodput_means(experiment())[0][2] == "needs 200 requests a rate"
+        record = experiment()
+        for each in record["probes"]:
+            each["outcomes"] *= 4
+        # Nobody is late at 1/s, 6 of 20 at 4/s.
+        assert 1.0 < float(goodput_means(record)[0][2].removesuffix("/s")) < 2.0
+
+    def test_parts_of_unknown_form_are_plain_facts(self) -> None:
+        found = quality.parts({"quality": {"a": {"b": 0.123456, "c": [1, 2]}, "many": list(range(9))}, "parity": {"ok": True}})
+        assert found[0].rows == [["a.b", "0.1235"], ["a.c", "[1, 2]"], ["many", "9 entries, in the record"]]
+        assert found[1].rows == [["ok", "yes"]]
+
+    def test_arms_share_colours_only_with_their_path(self) -> None:
+        assert [arm.style for arm in arms_of(experiment())] == ["colocated", "split", "arm-2"]
+        assert [(arm.name, arm.baseline) for arm in arms_of(plain())] == [("split", False), ("colocated", True)]
+
+    def test_what_a_void_probe_held_is_not_shown(self) -> None:
+        record = experiment()
+        record["probes"][3]["void"] = VOID
+        assert {row[0] for row in peaks(record)} == set(ARMS[1:])
+        assert peaks(record)[0] == [ARMS[1], f"{ARMS[1]}-0", "50%", "5 / 1", "1,024", "-", "1"]
+
+    def test_kv_use_is_a_line_per_worker_of_one_probe_each(self) -> None:
+        chart, key, rate = kv_use(experiment())
+        assert len(ElementTree.fromstring(chart).findall(".//{http://www.w3.org/2000/svg}polyline")) == 6
+        assert len(key) == 6
+        assert rate == 4.0
+
+    def test_the_warm_up_is_not_judged(self) -> None:
+        record = experiment()
+        for each in record["probes"]:
+            each["warm_up"] = 19
+        # Left is the last request, which is late in every arm at the higher rate.
+        svg = ElementTree.fromstring(attainment(record))
+        lines = {each.get("class"): each.get("points") for each in svg.iter("{http://www.w3.org/2000/svg}polyline")}
+        assert float(str(lines["split"]).split()[-1].split(",")[1]) == pytest.approx(HEIGHT - BOTTOM)
 
 
 class TestFigures:

@@ -9,6 +9,8 @@ from html import escape
 
 WIDTH, HEIGHT = 480, 290
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 50
+LETTER = 8.5
+"""Width of a letter of a name, roughly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,16 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A horizontal interval at `y`, ended by two strokes."""
+
+    style: str
+    y: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
     """One row of a stacked bar: (part's name, its class, value)."""
 
@@ -43,13 +55,16 @@ def line_chart(
     series: Sequence[Series],
     *,
     bands: Sequence[Band] = (),
+    spans: Sequence[Span] = (),
     level: float | None = None,
+    limit: float | None = None,
     x_log: bool = False,
     y_percent: bool = False,
 ) -> str:
-    """A chart with ticks and a horizontal line at `level`; "" where there is nothing to draw.
+    """A chart with ticks, a horizontal line at `level` and a vertical one at `limit`; "" where there is nothing to draw.
 
-    With `x_log` points at x <= 0 are left out. `y_percent` fixes the axis to 0..100 %.
+    A limit beyond the drawn values is left out: it says nothing about them. With `x_log` points at x <= 0 are left out.
+    `y_percent` fixes the axis to 0..100 %.
     """
     xs = [x for one in series for x, _ in one.points if not x_log or x > 0]
     ys = [y for one in series for _, y in one.points]
@@ -72,6 +87,13 @@ def line_chart(
     if level is not None:
         (left, y), (right, _) = place(low_x, level), place(high_x, level)
         parts.append(f'<line class="level" x1="{left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}"/>')
+    if limit is not None and low_x < limit < high_x:
+        (x, bottom), (_, top) = place(limit, low_y), place(limit, high_y)
+        parts.append(f'<line class="level" x1="{x:.1f}" y1="{bottom:.1f}" x2="{x:.1f}" y2="{top:.1f}"/>')
+    for span in spans:
+        (left, y), (right, _) = (place(min(max(x, low_x), high_x), span.y) for x in (span.low, span.high))
+        strokes = f"M{left:.1f},{y - 6:.1f}v12M{left:.1f},{y:.1f}H{right:.1f}M{right:.1f},{y - 6:.1f}v12"
+        parts.append(f'<path class="span {escape(span.style)}" d="{strokes}"/>')
     for one in series:
         placed = [place(x, y) for x, y in one.points if not x_log or x > 0]
         if "dots" in one.style.split():
@@ -93,11 +115,12 @@ def stacked_bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
     if not bars or max(totals) <= 0:
         return ""
     height = 34 * len(bars) + 34
-    scale = (WIDTH - 100 - RIGHT) / max(totals)
+    left = min(WIDTH / 2, max(100.0, 12 + LETTER * max(len(bar.name) for bar in bars)))
+    scale = (WIDTH - left - RIGHT) / max(totals)
     parts = []
     for row, bar in enumerate(bars):
-        x, y = 100.0, 8 + 34 * row
-        parts.append(f'<text class="axis" x="92" y="{y + 16}" text-anchor="end">{escape(bar.name)}</text>')
+        x, y = left, 8 + 34 * row
+        parts.append(f'<text class="axis" x="{left - 8:.0f}" y="{y + 16}" text-anchor="end">{escape(bar.name)}</text>')
         for name, style, value in bar.parts:
             wide = max(0.0, value) * scale
             if wide > 0:
@@ -105,9 +128,9 @@ def stacked_bars(title: str, unit: str, bars: Sequence[Bar]) -> str:
                 parts.append(f'<rect class="{escape(style)}" x="{x:.1f}" y="{y}" width="{wide:.2f}" height="24">{label}</rect>')
             x += wide
     for tick in _ticks(0.0, max(totals), False):
-        at = 100 + tick * scale
+        at = left + tick * scale
         parts.append(f'<text class="tick" x="{at:.1f}" y="{height - 8}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text class="axis" x="92" y="{height - 8}" text-anchor="end">{escape(unit)}</text>')
+    parts.append(f'<text class="axis" x="{left - 8:.0f}" y="{height - 8}" text-anchor="end">{escape(unit)}</text>')
     return _svg(title, height, parts)
 
 
