@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import awscrt.checksums
@@ -47,6 +48,26 @@ def checksum(algorithm: str, memory: Memory) -> pb.Checksum:
         value = _device().checksum(memory) if on_device(memory) else pieces.checksum(memory)
     else:
         raise ValueError(f"no checksum algorithm {algorithm!r}")
+    return pb.Checksum(algorithm=algorithm, value=value)
+
+
+def gathered(
+    parts: Sequence[tuple[int, int, Any]], first_block: int, end_block: int, memory: Memory, algorithm: str
+) -> pb.Checksum | None:
+    """The checksum of these blocks, staged as `memory`, out of what their gathers computed (as in `pieces.covering`): on a device
+    of each piece, on the host of each block. None where that is not all there, or `algorithm` is "off"."""
+    if algorithm == "off":
+        return None
+    block_bytes = len(memory) // (end_block - first_block)
+    each = pieces.PIECE_BYTES if algorithm == pieces.ALGORITHM else block_bytes
+    crcs = pieces.covering(parts, first_block, end_block, block_bytes, each)
+    if crcs is None:
+        return None
+    if algorithm == pieces.ALGORITHM:
+        return pb.Checksum(algorithm=algorithm, value=pieces.combine(crcs))
+    value = 0
+    for crc in crcs:
+        value = awscrt.checksums.combine_crc32c(value, int(crc), block_bytes)
     return pb.Checksum(algorithm=algorithm, value=value)
 
 

@@ -168,8 +168,8 @@ class KvNode:
         crcs: Any = None,
     ) -> None:
         """These blocks are written, or will be when `ready()` is True (a device event's query; if it has `wait()`, the node
-        waits for it on a thread instead of asking again). `crcs`: the CRC32C of each piece of these blocks
-        (kvtransfer/pieces.py), final when they are.
+        waits for it on a thread instead of asking again). `crcs`: what the gather computed of the staged bytes, final when they
+        are: the CRC32C of each block in host memory, of each piece of these blocks on a device (kvtransfer/pieces.py).
 
         Chunks are committed in block order without gaps; `last` exactly with the prompt's last block. Anything else fails the
         transfer, which its receiver hears.

@@ -45,16 +45,18 @@ def combine(crcs: np.ndarray) -> int:
     return int(google_crc32c.value(np.ascontiguousarray(crcs).view(np.uint32).astype("<u4", copy=False).view(np.uint8)))
 
 
-def covering(parts: Sequence[tuple[int, int, Any]], first_block: int, end_block: int, block_bytes: int) -> np.ndarray | None:
+def covering(
+    parts: Sequence[tuple[int, int, Any]], first_block: int, end_block: int, block_bytes: int, piece_bytes: int = PIECE_BYTES
+) -> np.ndarray | None:
     """The pieces' CRC32Cs of blocks `first_block <= b < end_block` out of `parts` (first block, end block, values), which are in
-    order and do not overlap. None: some are not there, or pieces do not end with blocks."""
-    if block_bytes % PIECE_BYTES:
+    order and do not overlap. None: some are not there, are of other pieces, or pieces do not end with blocks."""
+    if block_bytes % piece_bytes:
         return None
-    per_block = block_bytes // PIECE_BYTES
+    per_block = block_bytes // piece_bytes
     found = []
     place = first_block
     for first, end, crcs in parts:
-        if first <= place < end and place < end_block:
+        if first <= place < end and place < end_block and len(crcs) == (end - first) * per_block:
             until = min(end, end_block)
             found.append(np.asarray(crcs)[(place - first) * per_block : (until - first) * per_block])
             place = until

@@ -10,8 +10,7 @@ from typing import Any
 
 import grpc
 
-from kvtransfer import pieces
-from kvtransfer.checksum import algorithm_for
+from kvtransfer.checksum import algorithm_for, gathered
 from kvtransfer.layout import exchange_refusal, fingerprint
 from kvtransfer.lease import Lease
 from kvtransfer.machine import Refusal
@@ -281,12 +280,13 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
 
     async def _checksum(self, lease: Lease, blocks: BlockRange, payload: Memory) -> pb.Checksum:
-        """Of one chunk: out of what the gather computed on the device, or computed now."""
+        """Of one chunk: out of what its gathers computed, or computed now."""
         rt = self._rt
-        if algorithm_for(rt.settings.checksum, payload) == pieces.ALGORITHM:
-            crcs = pieces.covering(lease.crcs, blocks.first, blocks.end, rt.block_bytes)
-            if crcs is not None:
-                return pb.Checksum(algorithm=pieces.ALGORITHM, value=pieces.combine(crcs))
+        if lease.crcs:
+            algorithm = algorithm_for(rt.settings.checksum, payload)
+            known = gathered(lease.crcs, blocks.first, blocks.end, payload, algorithm)
+            if known is not None:
+                return known
         return await rt.checksum(payload)
 
     def _payload(self, lease: Lease, chunk: BlockRange) -> Memory:

@@ -150,8 +150,8 @@ class Sender(_Half):
             rows = node.send_view(transfer_id, first, len(part))
             if rows is None:
                 raise RuntimeError("the transfer ended while it was gathered")
-            self._blocks[case.layout].gather(part, rows)
-            node.commit_chunk(transfer_id, first, len(part), last=first + len(part) == len(ids))
+            crcs = self._blocks[case.layout].gather(part, rows, check=case.check)
+            node.commit_chunk(transfer_id, first, len(part), last=first + len(part) == len(ids), crcs=crcs)
 
 
 class Receiver(_Half):

@@ -119,6 +119,14 @@ class EngineBlocks:
         self._host.gather(block_ids, as_host(rows))
         return None
 
+    def gather_checked(self, block_ids: Sequence[int], rows: BlockArray) -> tuple[DeviceCopy | None, Any]:
+        """`gather`, and the checksums of what it staged: on a device of each piece (kvtransfer/pieces.py), valid when the copy is
+        done, or None where pieces do not end with blocks or staging is not there; on the host the CRC32C of each row."""
+        if self._host is None:
+            copy = self.gather(block_ids, rows)
+            return copy, None if copy is None else copy.crcs
+        return None, self._host.gather(block_ids, as_host(rows), check=True)
+
     def scatter(self, rows: BlockArray, block_ids: Sequence[int]) -> DeviceCopy | None:
         """Copy `rows` into engine blocks. Returns None when that is done, or the copy that still reads `rows`; the blocks are
         complete for whatever comes later on the current stream."""

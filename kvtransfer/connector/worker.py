@@ -186,10 +186,14 @@ class WorkerHalf:
             # is then refused by the seal check, never served from half a slot.
             logger.debug("transfer %s: no send slot at block %d", gather.transfer_id.hex(), gather.first_block)
             return
-        copy = blocks.gather(gather.block_ids, rows.reshape(count, blocks.block_bytes))
+        rows = rows.reshape(count, blocks.block_bytes)
+        crcs = None
+        if self._settings.settings.checksum == "off":
+            copy = blocks.gather(gather.block_ids, rows)
+        else:
+            copy, crcs = blocks.gather_checked(gather.block_ids, rows)
         if self._probe is not None:
             self._probe("gather", gather.transfer_id, gather.first_block, blocks.digests(gather.block_ids))
-        crcs = None if copy is None else copy.crcs
         node.commit_chunk(gather.transfer_id, gather.first_block, count, last=gather.last, ready=copy, crcs=crcs)
 
     def _scatter(self, scatter: Scatter) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -143,6 +144,25 @@ async def test_a_receiver_on_the_host_checks_what_a_device_computed(pair: NodePa
     assert_scattered(good)
     # These belong to other bytes: as if staging had changed between gather and send.
     commit(bad, 0, 3, crcs)
+    error = await error_of(bad.pull())
+    assert error.code is Code.TRANSFER_FAILED
+    assert "checksum" in error.message
+    await pair.settled()
+
+
+async def test_a_chunk_of_host_memory_carries_what_its_gathers_computed(pair: NodePair) -> None:
+    good, bad = (pair.transfer(5 * BLOCK_TOKENS) for _ in range(2))
+    for transfer in (good, bad):
+        await transfer.reserve()
+    crcs = np.array([google_crc32c.value(row.tobytes()) for row in good.data], np.uint32)
+    commit(good, 0, 3, crcs[:3])
+    commit(good, 3, 5, crcs[3:])
+    await good.pull()
+    assert_scattered(good)
+    # The second block was written to after it was gathered.
+    crcs = np.array([google_crc32c.value(row.tobytes()) for row in bad.data], np.uint32)
+    crcs[1] ^= 1
+    commit(bad, 0, 5, crcs)
     error = await error_of(bad.pull())
     assert error.code is Code.TRANSFER_FAILED
     assert "checksum" in error.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -193,12 +194,14 @@ async def test_a_changed_byte_is_seen(pair: NodePair, monkeypatch: pytest.Monkey
     """The checksum computed while reading is what decides."""
     from kvtransfer.transports import same_host
 
-    def damaged(peer: ProcessId, address: int, target: np.ndarray) -> None:
-        read(peer, address, target)
-        if len(target) > 1:
-            target[len(target) // 2] ^= 1
+    whole = same_host.Reads.read
 
-    monkeypatch.setattr(same_host, "read", damaged)
+    def damaged(reads: same_host.Reads, address: int, to: int, num_bytes: int) -> None:
+        whole(reads, address, to, num_bytes)
+        if num_bytes > 1:
+            (ctypes.c_ubyte * num_bytes).from_address(to)[num_bytes // 2] ^= 1
+
+    monkeypatch.setattr(same_host.Reads, "read", damaged)
     with pytest.raises(Exception, match="checksum"):
         await complete(pair.transfer(200, "ucx"))
     await pair.settled()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.connector import host_blocks
 from kvtransfer.connector.host_blocks import HostBlocks, runs
 
 NUM_BLOCKS = 9
@@ -47,6 +50,18 @@ def test_gather_takes_each_block_whole(ids: list[int]) -> None:
     HostBlocks(segments).gather(ids, rows)
     for row, block in zip(rows, ids, strict=True):
         assert np.array_equal(row, row_of(segments, block))
+
+
+@given(block_ids, st.sampled_from([1, 40, 1 << 20]))
+def test_a_checked_gather_copies_the_same_and_sums_each_row(ids: list[int], cached_bytes: int) -> None:
+    segments = cache(1)
+    rows = np.full((len(ids), sum(WIDTHS)), 77, np.uint8)
+    with mock.patch.object(host_blocks, "CACHED_BYTES", cached_bytes):
+        crcs = HostBlocks(segments[::-1]).gather(ids, rows, check=True)
+    expected = [row_of(segments, block) for block in ids]
+    assert crcs is not None
+    assert crcs.tolist() == [google_crc32c.value(row.tobytes()) for row in expected]
+    assert [row.tolist() for row in rows] == [row.tolist() for row in expected]
 
 
 @given(block_ids)

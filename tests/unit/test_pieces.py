@@ -73,6 +73,10 @@ def test_values_that_are_missing_are_not_made_up() -> None:
     crcs = pieces.piece_crcs(message(2 * P))
     assert pieces.covering([(0, 1, crcs)], 0, 2, 2 * P) is None, "the second block was not computed"
     assert pieces.covering([(1, 2, crcs)], 0, 2, 2 * P) is None, "the first block was not computed"
+    assert pieces.covering([(0, 2, crcs)], 0, 2, 2 * P) is None, "these are of larger pieces"
+    whole = pieces.covering([(0, 2, crcs)], 0, 2, 3 * P + 1, piece_bytes=3 * P + 1)
+    assert whole is not None
+    assert whole.tolist() == crcs.tolist(), "one for each block"
     assert pieces.covering([(0, 1, crcs[:1]), (1, 2, crcs[1:])], 0, 2, P // 2) is None, "pieces do not end with blocks"
 
 
