@@ -6,15 +6,10 @@ shows where the time went, compares the two paths, ends everything and checks th
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +22,11 @@ from rich.table import Table
 
 from coordinator.manifest import gpus, hardware
 from coordinator.pools.shared_memory import segments_of
+from coordinator.served import Running, ServeError, served
 from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 QUESTION = "What is the capital of France? Answer in one sentence."
 WAYS = (("split", "ucx"), ("split", "grpc"), ("colocated", ""))
-READY_TIMEOUT_S = 600.0
-END_TIMEOUT_S = 120.0
 ROOT = Path(__file__).resolve().parent.parent
 STATE_DIR = Path("runs") / "demo"
 RECORD = STATE_DIR / "compare.json"
@@ -57,24 +51,13 @@ class Answer:
         return f"{self.path} over {self.transport}" if self.transport else self.path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """The served system, as its ready file describes it."""
-
-    process: subprocess.Popen[bytes]
-    model: str
-    http: str
-    grpc: str
-    admin: str
-
-
 def main() -> int:
     """Returns the exit status: 0 when every step worked and nothing was left."""
     console, began_s = Console(), time.monotonic()
     steps = Steps(console)
     try:
         run(console, steps)
-    except DemoError as error:
+    except (DemoError, ServeError) as error:
         console.print(f"[bold red]the demo failed:[/bold red] {error}")
         return 1
     console.print(
@@ -96,7 +79,7 @@ class Steps:
 
 
 def run(console: Console, steps: Steps) -> None:
-    """All steps. Raises `DemoError`; what was started has ended then too."""
+    """All steps. Raises `DemoError` or `ServeError`; what was started has ended then too."""
     found = gpus()
     machine = hardware()
     steps.say("This machine")
@@ -108,7 +91,7 @@ def run(console: Console, steps: Steps) -> None:
     fetch(console)
 
     steps.say("Start one prefill and one decode worker, a coordinator and a gateway on a private Ray")
-    with served(console, configuration(found)) as system:
+    with served(configuration(found), STATE_DIR) as system:
         family = psutil.Process(system.process.pid).children(recursive=True)
         steps.say(f"Ask over HTTP and gRPC, on both paths and both transports: {QUESTION!r}")
         answers = ask_all(system)
@@ -129,8 +112,7 @@ def run(console: Console, steps: Steps) -> None:
 def configuration(found: list[str]) -> list[str]:
     """Arguments of `serve` for this machine: GPUs when there are any."""
     file = ROOT / "deploy" / ("demo-gpu.toml" if found else "demo-cpu.toml")
-    arguments = ["-c", str(file), f"--set=coordinator.state_dir={STATE_DIR}"]
-    arguments += [f"--set=gateway.{name}_port=0" for name in ("http", "grpc", "admin")]
+    arguments = ["-c", str(file)]
     if len(found) == 1:
         arguments += ["--set=coordinator.worker_gpus=0.5", "--set=engine.extra_arguments.gpu_memory_utilization=0.4"]
     return arguments
@@ -148,48 +130,6 @@ def fetch(console: Console) -> None:
     except ModelFetchError as error:
         raise DemoError(f"the model could not be fetched: {error}") from error
     console.print(f"{checkpoint.path}, from the {checkpoint.source}, hashes verified", soft_wrap=True)
-
-
-@contextlib.contextmanager
-def served(console: Console, arguments: list[str]) -> Iterator[Running]:
-    """`splitpoint serve` in a process of its own, whose output is shown; SIGTERM at the end.
-
-    Raises:
-        DemoError: it did not get ready, or did not end in order.
-    """
-    STATE_DIR.mkdir(parents=True, exist_ok=True)
-    ready = STATE_DIR / "ready.json"
-    ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "coordinator.cli", "serve", "--ready-file", str(ready), *arguments]
-    # A session of its own: Ctrl-C reaches the demo, which then ends the system in order.
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
-    try:
-        wait_ready(process, ready)
-        said = json.loads(ready.read_text())
-        gateway = said["gateways"][0]
-        yield Running(process=process, model=said["model"], http=gateway["http"], grpc=gateway["grpc"], admin=gateway["admin"])
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                console.print("serve does not end: killing it")
-                process.kill()
-                process.wait()
-    if process.returncode != 0:
-        raise DemoError(f"serve ended with status {process.returncode}; its logs are below {STATE_DIR}")
-
-
-def wait_ready(process: subprocess.Popen[bytes], ready: Path) -> None:
-    """Raises `DemoError`."""
-    until_s = time.monotonic() + READY_TIMEOUT_S
-    while not ready.is_file():
-        if process.poll() is not None:
-            raise DemoError(f"serve ended with status {process.returncode} before it was ready; logs below {STATE_DIR}")
-        if time.monotonic() > until_s:
-            raise DemoError(f"serve was not ready after {READY_TIMEOUT_S:g} s; logs below {STATE_DIR}")
-        time.sleep(0.2)
 
 
 def ask_all(system: Running) -> list[Answer]:

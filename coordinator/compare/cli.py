@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from coordinator.compare import run_cli
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
@@ -64,7 +65,7 @@ def compare(
     except WorkloadError as error:
         errors.print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    found_target, manifest = _ask_admin(admin, url)
+    found_target, manifest = ask_admin(admin, url)
     target = target or found_target
     if not target:
         errors.print(f"no gateway: {admin} does not answer or knows none, and no --target was given", style="red", markup=False)
@@ -154,6 +155,9 @@ def proof(
         raise typer.Exit(1)
 
 
+app.command()(run_cli.run)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command on these arguments. Returns the exit status: 0 done, 1 failed, 2 wrong usage."""
     try:
@@ -163,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _ask_admin(address: str, url: str) -> tuple[str, dict[str, Any]]:
+def ask_admin(address: str, url: str) -> tuple[str, dict[str, Any]]:
     """The gRPC address of the gateway (the first, or the one with this URL) and the manifest; empty where there is none."""
     wanted = url.removeprefix("http://").rstrip("/")
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:

@@ -35,6 +35,7 @@ TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until one has ended."""
 SPARE_SEEDS_SHARE = 0.25
 """Of the last look's seeds, so many more may be measured where some gave no ratio."""
+OUT_OF_TIME = "out of time"
 VOID_RETRIES = 1
 """A probe whose client fell behind is sent again, in its place, this often."""
 
@@ -226,6 +227,7 @@ class _Run:
         done = {entry["seed"] for entry in record.knees}
         last = experiment.looks[-1]
         spent_s: list[float] = []
+        record.notes = [note for note in record.notes if not note.startswith(OUT_OF_TIME)]
         # A seed whose rates miss a knee gives no ratio; some more may take the place of such.
         for place in range(last + math.ceil(last * SPARE_SEEDS_SHARE)):
             if _settled(record.verdicts) or min((found.seeds for found in record.verdicts.values()), default=0) >= last:
@@ -236,7 +238,7 @@ class _Run:
             expected_s = max(spent_s, default=self._expected_seed_s())
             left_s = self._budget_s - (self._tools.now() - self._began)
             if expected_s > left_s:
-                note = f"out of time before seed {seed}: it takes about {expected_s:.0f} s, {max(0.0, left_s):.0f} s were left"
+                note = f"{OUT_OF_TIME} before seed {seed}: it takes about {expected_s:.0f} s, {max(0.0, left_s):.0f} s were left"
                 record.notes = [*record.notes, note]
                 break
             began = self._tools.now()
@@ -352,7 +354,7 @@ class _Run:
         record.priors = _priors(record.slo, record, record.lengths["output"]["mean"])
         record.verdicts = judge_challengers(record.knees, experiment, [fault.text for fault in record.faults if fault.unfit])
         record.judgement = record.verdicts[experiment.challengers[0]]
-        kept = [note for note in record.notes if note.startswith("out of time")][-1:]
+        kept = [note for note in record.notes if note.startswith(OUT_OF_TIME)]
         found = void_notes(record.probes, self._names) + knee_notes(record.knees, self._names)
         found += to_settle(record.knees, record.probes, self._names)
         record.notes = found + [fault.text for fault in record.faults] + self._tools.rig.notes() + kept
@@ -407,6 +409,13 @@ def judge_challengers(knees: Sequence[dict[str, Any]], experiment: Experiment, f
         if alone.verdict is not Verdict.UNDECIDED and other.verdict is Verdict.UNDECIDED:
             found[name] = replace(found[name], verdict=other.verdict, reason=other.reason, seeds_needed=other.seeds_needed)
     return found
+
+
+def engine_arguments(manifest: dict[str, Any], pools: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """By pool, the arguments of its engines as the manifest tells them; of all pools where none is named."""
+    settings = manifest.get("settings", {})
+    common, known = settings.get("engine", {}), settings.get("pools", {})
+    return {name: {**common, **known[name].get("engine", {})} for name in pools or known if name in known}
 
 
 def _settled(verdicts: dict[str, Judgement]) -> bool:

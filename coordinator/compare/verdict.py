@@ -38,8 +38,8 @@ class Judgement:
 
     `ratio`, `low` and `high` are of goodput, challenger over baseline, with an interval of `confidence`; None when there are too
     few seeds for one. `floor_low` and `floor_high` are the baseline against itself. `bootstrap_low` and `bootstrap_high` stand
-    beside and decide nothing. `p` is of the strongest claim, `p_adjusted` the same among several workloads. `seeds_needed` is in all,
-    None when unknown. `looks` are the planned numbers of seeds, empty where a single look was planned.
+    beside and decide nothing. `p` is of the strongest claim, `p_adjusted` the same among several workloads. `seeds_needed` is in
+    all, None when unknown. `looks` are the planned numbers of seeds, empty where a single look was planned.
     """
 
     verdict: Verdict

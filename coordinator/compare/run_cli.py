@@ -1,0 +1,208 @@
+"""`splitpoint compare run`: an experiment file through a system that stands, or is served for as long as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from coordinator.compare.experiment import Experiment
+    from coordinator.compare.record import Record
+    from coordinator.compare.runner import Progress as Step
+    from coordinator.compare.sources import Material
+
+REDRAW_S = 2.0
+"""Drawing takes the client's time: seldom enough that no request is late for it."""
+
+
+def run(
+    experiment: Annotated[Path, typer.Argument(metavar="EXPERIMENT", help="TOML; deploy/experiments/ has examples.")],
+    record: Annotated[Path, typer.Option("--record", "-r", metavar="FILE", help="Written after every stage; gone on from.")],
+    serve: Annotated[Path | None, typer.Option("--serve", metavar="CONFIG", help="Serve this configuration meanwhile.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Of CONFIG; repeatable.")] = None,
+    target: Annotated[str, typer.Option(metavar="ADDRESS", help="A gateway's HOST:PORT, or http://HOST:PORT.")] = "",
+    admin: Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="Admin address.")] = "",
+    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the HTML page here.")] = None,
+    first_seed: Annotated[int | None, typer.Option(min=1, help="Instead of the experiment's.")] = None,
+    max_minutes: Annotated[float | None, typer.Option(min=0.5, help="Begin no seed that would not end by then.")] = None,
+    state_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Of a system that is served meanwhile.")] = Path(
+        "runs/compare"
+    ),
+    api_key: Annotated[str, typer.Option(envvar="SPLITPOINT_API_KEY", help="Bearer key, where the gateway asks for one.")] = "",
+) -> None:
+    """Tune every arm, find the rates, then measure seed after seed until a planned look decides. Can be run again to go on."""
+    from coordinator.compare.cli import DEFAULT_ADMIN, ask_admin
+    from coordinator.compare.experiment import ExperimentError, read
+    from coordinator.compare.read import RecordError
+    from coordinator.compare.report import show
+    from coordinator.compare.rig import RigError
+    from coordinator.compare.run import ComparisonError
+    from coordinator.compare.sources import read as read_workload
+    from coordinator.compare.traces import WorkloadError
+    from coordinator.served import ServeError
+
+    began = time.monotonic()
+    if sets and serve is None:
+        raise typer.BadParameter("changes the configuration that --serve names", param_hint="--set")
+    if serve is not None and (target or admin):
+        raise typer.BadParameter("brings a system of its own: no --target or --admin beside it", param_hint="--serve")
+    errors = Console(stderr=True)
+    try:
+        plan = read(experiment)
+        if first_seed is not None:
+            plan = plan.model_copy(update={"first_seed": first_seed})
+        material = read_workload(experiment.parent / plan.workload)
+        before = _before(record, plan, material)
+        with _system(serve, sets or [], state_dir) as running:
+            address = running or admin or DEFAULT_ADMIN
+            found, manifest = ask_admin(address, "")
+            gateway = target or found
+            if not gateway:
+                raise ComparisonError(f"no gateway: {address} does not answer or knows none, and no --target was given")
+            left_s = math.inf if max_minutes is None else 60 * max_minutes - (time.monotonic() - began)
+            done = asyncio.run(
+                _measure(
+                    plan,
+                    material,
+                    record,
+                    before,
+                    gateway=gateway,
+                    admin=address if found else "",
+                    manifest=manifest,
+                    api_key=api_key,
+                    budget_s=left_s,
+                    errors=errors,
+                )
+            )
+    except (ExperimentError, WorkloadError, RecordError, ComparisonError, RigError, ServeError, OSError) as error:
+        errors.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    console = Console()
+    show(done, console)
+    console.print(f"record: {record}", markup=False, highlight=False, soft_wrap=True)
+    if report is not None:
+        from coordinator.compare.html.page import render
+        from coordinator.compare.read import read as read_record
+        from coordinator.compare.record import write_text
+
+        write_text(render([(record.stem, read_record(record))]), report)
+        console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _system(config: Path | None, sets: list[str], state_dir: Path) -> Iterator[str]:
+    """The admin address of a system of this configuration; "" where none is asked for."""
+    if config is None:
+        yield ""
+        return
+    from coordinator.served import served
+
+    arguments = ["-c", str(config), *(f"--set={item}" for item in sets)]
+    with served(arguments, state_dir) as running:
+        yield running.admin
+
+
+def _before(path: Path, plan: Experiment, material: Material) -> Record | None:
+    """The record to go on from. Raises `RecordError` where the file is of another experiment."""
+    from coordinator.compare.experiment import digest
+    from coordinator.compare.read import RecordError, load
+
+    if not path.exists():
+        return None
+    found = load(path)
+    if found.experiment_digest != digest(plan.as_dict(), material.source.model_dump(mode="json")):
+        raise RecordError(f"{path}: of another experiment; name another --record, or give the plan and workload it was made with")
+    return found
+
+
+async def _measure(
+    plan: Experiment,
+    material: Material,
+    path: Path,
+    before: Record | None,
+    *,
+    gateway: str,
+    admin: str,
+    manifest: dict[str, Any],
+    api_key: str,
+    budget_s: float,
+    errors: Console,
+) -> Record:
+    from coordinator.compare.admin_rig import AdminRig
+    from coordinator.compare.experiment import digest
+    from coordinator.compare.load import RequestFailedError
+    from coordinator.compare.record import write
+    from coordinator.compare.rig import Rig, StandingRig
+    from coordinator.compare.run import ComparisonError
+    from coordinator.compare.runner import Tools, engine_arguments
+    from coordinator.compare.runner import run as measure
+    from coordinator.compare.target import connect
+    from coordinator.compare.undisturbed import prompt_client
+
+    source = material.source.model_dump(mode="json")
+    async with contextlib.AsyncExitStack() as stack:
+        nice = stack.enter_context(prompt_client())
+        client = connect(gateway, api_key=api_key)
+        await stack.enter_async_context(cast(contextlib.AbstractAsyncContextManager[Any], client))
+        rig: Rig = await stack.enter_async_context(AdminRig(admin)) if admin else StandingRig()
+        try:
+            model = await client.model(5.0)
+        except RequestFailedError as error:
+            raise ComparisonError(f"{gateway}: {error}") from error
+
+        def save(record: Record) -> None:
+            record.manifest = record.manifest or manifest
+            record.source, record.client_nice = source, nice
+            for arm in record.arms:
+                arm.engine = engine_arguments(record.manifest, arm.pools)
+            write(record, path)
+
+        tools = Tools(client=client, know=client.know, rig=rig, say=stack.enter_context(_drawn(errors)), save=save)
+        return await measure(
+            plan,
+            material.workload,
+            tools,
+            target=gateway,
+            model=model,
+            digest=digest(plan.as_dict(), source),
+            before=before,
+            budget_s=budget_s,
+        )
+
+
+@contextlib.contextmanager
+def _drawn(console: Console) -> Iterator[Any]:
+    """Progress on the console, drawn at most every `REDRAW_S` while a probe runs."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[left]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    drawn_at, last = -math.inf, ""
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        whole = progress.add_task("connecting", total=1, left="")
+
+        def say(step: Step) -> None:
+            nonlocal drawn_at, last
+            now = time.monotonic()
+            if step.text == last and now - drawn_at < REDRAW_S:
+                return
+            left = "" if step.left_s is None else f"about {math.ceil(step.left_s / 60)} min left"
+            progress.update(whole, description=step.text, completed=step.done, total=step.of or 1, left=left, refresh=True)
+            if step.text != last and not console.is_terminal:
+                # A log wants lines, not bars.
+                console.print(f"{step.text} {left}".rstrip(), markup=False, highlight=False, soft_wrap=True)
+            drawn_at, last = now, step.text
+
+        yield say

@@ -1,0 +1,347 @@
+"""The full comparison over a known queue in virtual time: what it finds, what it saves, and how it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from coordinator.compare import bracket, runner
+from coordinator.compare.blocks import schedule
+from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment, ExperimentError, check, digest, read
+from coordinator.compare.load import ArmTarget, Piece, RequestFailedError
+from coordinator.compare.proof.virtual_time import run_virtual
+from coordinator.compare.record import Record
+from coordinator.compare.rig import RigError
+from coordinator.compare.run import ComparisonError
+from coordinator.compare.runner import Progress, Tools, run
+from coordinator.compare.verdict import Verdict
+from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
+
+pytestmark = pytest.mark.timeout(60)
+
+STEP_S = 0.05
+
+
+class Servers:
+    """Each candidate's pools are a queue in front of so many servers; a request holds one for its whole time."""
+
+    def __init__(self, servers: dict[str, int]) -> None:
+        self._slots = {pools: asyncio.Semaphore(count) for pools, count in servers.items()}
+        self._targets: dict[str, ArmTarget] = {}
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+        self.broken = ""
+
+    def know(self, name: str, target: ArmTarget) -> None:
+        self._targets[name] = target
+
+    async def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
+        target = self._targets[path]
+        pools = ",".join(target.pools)
+        self.asked.append((pools, request.prompt_token_ids))
+        if pools == self.broken:
+            raise RequestFailedError("UNAVAILABLE: no worker")
+        async with self._slots[pools]:
+            for number in range(request.output_tokens):
+                await asyncio.sleep(STEP_S)
+                last = number + 1 == request.output_tokens
+                yield Piece(1, ledger={"e2e_s": 1.0, "residual_s": 0.0} if last else None)
+
+
+class Rig:
+    """Notes what it was asked to put in place."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.applied: list[dict[str, Any]] = []
+        self.resets = 0
+        self._refuses = refuses
+
+    async def apply(self, pools: Any) -> None:
+        if self._refuses:
+            raise RigError("no")
+        self.applied.append(dict(pools))
+
+    async def reset_caches(self) -> None:
+        self.resets += 1
+
+    def watch(self, arm: str, probe: int, pools: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def usage(self) -> list[Any]:
+        return []
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def workloads(seed: int, requests: int) -> Workload:
+    return make(WorkloadSpec(seed=seed, requests=requests, prompt_tokens=(8, 16), output_tokens=(4, 4)))
+
+
+def experiment(**changes: Any) -> Experiment:
+    three = {"one": {"pools": ["c2"]}, "two": {"pools": ["c4"]}, "three": {"pools": ["c3"]}}
+    plan: dict[str, Any] = {
+        "workload": "unused.toml",
+        "arms": {
+            "colocated": {"path": "colocated", "candidates": three},
+            "split": {"path": "split", "candidates": {"a": {"pools": ["s3"]}, "b": {"pools": ["s6"]}, "c": {"pools": ["s5"]}}},
+        },
+        "slo": "ttft=300ms,tpot=100ms",
+        "requests": 60,
+        "rates": 3,
+        "looks": [4],
+        "margin": 0.1,
+    }
+    return check({**plan, **changes})
+
+
+SERVERS = {"c2": 2, "c4": 4, "c3": 3, "s3": 3, "s6": 6, "s5": 5}
+
+
+@dataclasses.dataclass
+class Ran:
+    record: Record
+    saved: list[Record]
+    servers: Servers
+    rig: Rig
+    said: list[Progress]
+
+
+def measure(
+    plan: Experiment, *, servers: dict[str, int] | None = None, broken: str = "", rig: Rig | None = None, **more: Any
+) -> Ran:
+    async def work() -> Ran:
+        loop = asyncio.get_running_loop()
+        client, used = Servers(servers or SERVERS), rig or Rig()
+        client.broken = broken
+        saved: list[Record] = []
+        said: list[Progress] = []
+        tools = Tools(
+            client=client,
+            know=client.know,
+            rig=used,
+            now=loop.time,
+            say=said.append,
+            save=lambda record: saved.append(dataclasses.replace(record)),
+            salt="s",
+        )
+        options: dict[str, Any] = {"target": "t", "model": "m", "digest": digest(plan.as_dict(), {}), **more}
+        return Ran(await run(plan, workloads, tools, **options), saved, client, used, said)
+
+    return run_virtual(work(), turn_s=1e-4)
+
+
+@pytest.fixture(scope="module")
+def usual() -> Ran:
+    return measure(experiment())
+
+
+def test_more_servers_win_with_the_best_candidate_of_each_arm(usual: Ran) -> None:
+    ran = usual
+    record = ran.record
+    assert [(arm.name, arm.candidate, arm.pools) for arm in record.arms] == [
+        ("colocated", "two", ("c4",)),
+        ("split", "b", ("s6",)),
+    ]
+    assert record.judgement.verdict is Verdict.SPLIT
+    assert record.judgement.seeds == 4
+    assert record.judgement.ratio == pytest.approx(6 / 4, rel=0.25)
+    assert record.verdicts == {"split": record.judgement}
+    assert [fault.text for fault in record.faults if fault.unfit] == []
+    assert len(record.probes) == len(record.knees) * 3 * 2 * 2
+    assert {probe.seed for probe in record.probes} == {entry["seed"] for entry in record.knees} >= {1, 2, 3, 4}
+    assert len(record.rates_per_s) == 3
+    assert record.loaded[0].path == "colocated"
+    assert ran.said[-1].of == 60
+
+
+def test_tuning_uses_seeds_of_its_own_and_says_its_path(usual: Ran) -> None:
+    record = usual.record
+    steps = [step for arm in record.arms for step in arm.tuning]
+    assert {step.seed for step in steps} == {TUNING_SEEDS_FROM}
+    assert {step.candidate for step in steps if step.chosen} == {"two", "b"}
+    assert record.arms[0].tried["two"] > record.arms[0].tried["three"] > record.arms[0].tried["one"]
+
+
+def test_every_probe_has_prompts_of_its_own_and_a_warm_up(usual: Ran) -> None:
+    prompts = [prompt for _, prompt in usual.servers.asked]
+    assert len(set(prompts)) == len(prompts)
+    assert all(len(probe.judged) == 54 for probe in usual.record.probes)
+
+
+def test_equal_arms_are_never_called_different() -> None:
+    plan = experiment(
+        arms={
+            "colocated": {
+                "path": "colocated",
+                "candidates": {"a": {"pools": ["x"]}, "b": {"pools": ["y"]}, "c": {"pools": ["z"]}},
+            },
+            "split": {"path": "split", "candidates": {"a": {"pools": ["x"]}, "b": {"pools": ["y"]}, "c": {"pools": ["z"]}}},
+        }
+    )
+    record = measure(plan, servers={"x": 4, "y": 2, "z": 3}).record
+    assert record.judgement.verdict in (Verdict.EQUIVALENT, Verdict.UNDECIDED)
+    assert record.judgement.ratio == pytest.approx(1, rel=0.02)
+
+
+def test_an_arm_that_was_not_tuned_decides_nothing() -> None:
+    arms = {
+        "colocated": {"path": "colocated", "candidates": {"only": {"pools": ["c4"]}}},
+        "split": {"path": "split", "candidates": {"a": {"pools": ["s6"]}, "b": {"pools": ["s5"]}, "c": {"pools": ["s3"]}}},
+    }
+    record = measure(experiment(arms=arms)).record
+    assert record.judgement.verdict is Verdict.UNDECIDED
+    assert "was not chosen from 3" in record.judgement.reason
+
+
+def test_a_run_goes_on_where_the_last_one_ended() -> None:
+    plan = experiment()
+    first = measure(plan, budget_s=1.0)
+    assert first.record.knees == []
+    assert first.record.judgement.verdict is Verdict.UNDECIDED
+    assert any("out of time before seed 1" in note for note in first.record.notes)
+    tuning = first.record.arms[0].tuning
+    whole = measure(plan, before=first.record)
+    assert whole.record.arms[0].tuning == tuning
+    assert whole.record.rates_per_s == first.record.rates_per_s
+    assert whole.record.judgement.verdict is Verdict.SPLIT
+    assert {pools for pools, _ in whole.servers.asked} == {"c4", "s6"}
+    assert not any("out of time" in note for note in whole.record.notes)
+
+
+def test_a_run_that_ends_between_seeds_keeps_whole_seeds_and_no_look_is_taken_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "TAIL_S", 0.0)
+    plan = experiment(looks=[3, 4])
+    first = measure(plan, before=measure(plan, budget_s=1.0).record, budget_s=45.0).record
+    assert 0 < len(first.knees) < 3
+    assert first.judgement.verdict is Verdict.UNDECIDED
+    assert len(first.probes) == 12 * len(first.knees)
+    assert measure(plan, before=first).record.judgement.seeds >= 3
+
+
+def test_the_first_arm_of_a_block_changes_from_seed_to_seed(usual: Ran) -> None:
+    record = usual.record
+    firsts = [next(probe.path for probe in record.probes if probe.seed == seed) for seed in (1, 2, 3)]
+    assert firsts == ["colocated", "split", "colocated"]
+
+
+def test_arms_that_take_turns_are_put_in_place_as_seldom_as_the_order_allows() -> None:
+    arms = {
+        name: {
+            "path": name,
+            "candidates": {str(n): {"apply": {f"{name}-{n}": {"role": "colocated", "replicas": n}}} for n in (3, 4, 5)},
+        }
+        for name in ("colocated", "split")
+    }
+    rig = Rig()
+    servers = {f"{name}-{n}": n for name in arms for n in (3, 4, 5)}
+    record = measure(experiment(arms=arms, looks=[3]), servers=servers, rig=rig).record
+    assert [arm.pools for arm in record.arms] == [("colocated-5",), ("split-5",)]
+    # Each candidate once for tuning; then A B B A, B A A B, A B B A, where equal neighbours need no change.
+    after = [next(iter(pools)) for pools in rig.applied[6:]]
+    assert after == [("colocated-5", "split-5")[place % 2] for place in range(len(after))]
+    assert len(after) == 3 * len(record.knees)
+
+
+def test_what_cannot_be_done_says_so() -> None:
+    with pytest.raises(ComparisonError, match="split path fails even unloaded: UNAVAILABLE"):
+        measure(experiment(), broken="s3")
+    with pytest.raises(ComparisonError, match="colocated: no knee within 8 rates"):
+        measure(experiment(slo="ttft=300ms,tpot=1ms"))
+    arms = {name: {"path": name, "candidates": {"a": {"apply": {"p": {"role": "colocated"}}}}} for name in ("colocated", "split")}
+    with pytest.raises(RigError):
+        measure(experiment(arms=arms), rig=Rig(refuses=True), servers={"p": 3})
+
+
+def test_caches_are_emptied_before_each_probe_where_asked() -> None:
+    ran = measure(experiment(looks=[3], reset_caches=True))
+    assert ran.rig.resets >= len(ran.record.probes)
+
+
+def test_several_challengers_are_judged_together() -> None:
+    arms = {
+        "colocated": {
+            "path": "colocated",
+            "candidates": {"a": {"pools": ["c4"]}, "b": {"pools": ["c3"]}, "c": {"pools": ["c2"]}},
+        },
+        "split": {"path": "split", "candidates": {"a": {"pools": ["s6"]}, "b": {"pools": ["s5"]}, "c": {"pools": ["s3"]}}},
+        "other": {"path": "split", "candidates": {"a": {"pools": ["o4"]}, "b": {"pools": ["o3"]}, "c": {"pools": ["o2"]}}},
+    }
+    record = measure(experiment(arms=arms), servers={**SERVERS, "o4": 4, "o3": 3, "o2": 2}).record
+    assert set(record.verdicts) == {"split", "other"}
+    assert record.verdicts["split"].verdict is Verdict.SPLIT
+    assert record.verdicts["other"].verdict is not Verdict.SPLIT
+    assert record.verdicts["other"].challenger == "other"
+    assert "other/colocated 1.0" in record.verdicts["other"].sentence()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"slo": "ttft=3"}, "slo: ttft=3: write"),
+        ({"looks": [2]}, "looks must be rising numbers of seeds from 3 up"),
+        ({"looks": [5, 4]}, "looks must be rising"),
+        ({"requests": 21}, "requests less the warm-up"),
+        ({"rates": 1}, "rates: "),
+        ({"margin": 0}, "margin: "),
+        ({"arms": {"a": {"path": "split", "candidates": {"x": {}}}}}, "arms: "),
+        ({"arms": {n: {"path": "both", "candidates": {"x": {}}} for n in "ab"}}, "arms.a.path: "),
+        ({"arms": {n: {"path": "split", "candidates": {}} for n in "ab"}}, "arms.a.candidates: "),
+        ({"wokload": 1}, "wokload: Extra inputs"),
+        (
+            {"arms": {n: {"path": "split", "candidates": {"x": {"pools": ["p"], "apply": {"q": {}}}}} for n in "ab"}},
+            "pools ['p'] are not among those applied",
+        ),
+    ],
+)
+def test_a_bad_plan_is_refused_by_field(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        experiment(**changes)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Any) -> None:
+    (tmp_path / "x.toml").write_text("a = ")
+    for name, says in (("none.toml", "No such file"), ("x.toml", "not TOML")):
+        with pytest.raises(ExperimentError, match=says):
+            read(tmp_path / name)
+
+
+def test_what_makes_runs_one_experiment() -> None:
+    plan, source = experiment(), {"kind": "synthetic"}
+    same = plan.model_copy(update={"first_seed": 9, "parity_requests": 3})
+    assert digest(plan.as_dict(), source) == digest(same.as_dict(), source)
+    assert digest(plan.as_dict(), source) != digest(experiment(requests=400).as_dict(), source)
+    assert digest(plan.as_dict(), source) != digest(plan.as_dict(), {"kind": "trace"})
+
+
+def test_the_search_steps_up_or_down_until_the_knee_lies_between_two_rates() -> None:
+    assert bracket.next_rate({}, 2.0) == 2.0
+    assert bracket.next_rate({2.0: 0.95}, 2.0) == 3.0
+    assert bracket.next_rate({2.0: 0.5}, 2.0) == pytest.approx(4 / 3)
+    assert bracket.next_rate({2.0: 0.95, 3.0: 0.6}, 2.0) is None
+    assert 2 < (bracket.found({2.0: 0.95, 3.0: 0.6}, 100) or 0) < 3
+    assert bracket.found({2.0: 0.5}, 100) is None
+    assert bracket.found({}, 100) is None
+    with pytest.raises(ValueError, match="positive"):
+        bracket.next_rate({}, 0.0)
+
+
+def test_rates_lie_around_all_knees_at_equal_ratios() -> None:
+    rates = bracket.rates_around([2.0, 4.0], 4, 1.25)
+    assert (rates[0], rates[-1]) == (pytest.approx(1.6), pytest.approx(5.0))
+    assert rates[1] / rates[0] == pytest.approx(rates[2] / rates[1])
+    for bad in (([], 4, 1.2), ([0.0], 4, 1.2), ([1.0], 1, 1.2), ([1.0], 4, 1.0)):
+        with pytest.raises(ValueError, match="rates need"):
+            bracket.rates_around(*bad)
+
+
+def test_arms_that_are_costly_to_change_run_all_rates_at_once() -> None:
+    turns = [(turn.arm, turn.rate_per_s) for turn in schedule(["a", "b"], [1], [1.0, 2.0], by_seed=True)]
+    assert turns == [("a", 1.0), ("a", 2.0), ("b", 1.0), ("b", 2.0), ("b", 1.0), ("b", 2.0), ("a", 1.0), ("a", 2.0)]
+    assert math.isclose(sum(rate for _, rate in turns), 12)
