@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coordinator.compare import run_cli
+from coordinator.compare.quality_cli import quality
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
 ADMIN_TIMEOUT_S = 5.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(quality)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from coordinator.compare.quality.parity import first_divergence
 from protos.splitpoint.v1 import admin_pb2, common_pb2, generation_pb2, generation_pb2_grpc
 from tests.e2e.system import Served, until
 
@@ -163,12 +164,6 @@ def _where(answer: Answer, reference: Answer) -> str:
     return f"; first at token {position}, the reference's candidates: {candidates}"
 
 
-def first_divergence(answer: Answer, reference: Answer) -> int | None:
-    """The first position whose tokens differ; None when there is none."""
-    pairs = zip(answer.token_ids, reference.token_ids, strict=False)
-    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-
-
 def assert_took(answer: Answer, way: Way, *, forwards: bool) -> None:
     """The ledger says that the answer went the way that was asked for, and that its KV really moved.
 
@@ -192,22 +187,3 @@ def assert_took(answer: Answer, way: Way, *, forwards: bool) -> None:
     else:
         assert ledger["transfer_bytes"] in (0, whole_bytes)
         assert ledger["attempts"] <= 3
-
-
-def top_two_gap(reference: Answer, position: int) -> float:
-    """How far apart the reference's two best candidates were."""
-    best = sorted((logprob for _, logprob, _ in reference.logprobs[position]), reverse=True)
-    return best[0] - best[1]
-
-
-def gap_noise(answer: Answer, reference: Answer) -> float:
-    """How much the gap between the reference's two best candidates moved in `answer`, at most, up to and including the first
-    divergence: until there both had the same input."""
-    end = first_divergence(answer, reference)
-    worst = 0.0
-    for position in range(len(reference.logprobs) if end is None else end + 1):
-        first, second = sorted(reference.logprobs[position], key=lambda e: -e[1])[:2]
-        seen = {token: logprob for token, logprob, _ in answer.logprobs[position]}
-        if first[0] in seen and second[0] in seen:
-            worst = max(worst, abs((first[1] - second[1]) - (seen[first[0]] - seen[second[0]])))
-    return worst

@@ -15,9 +15,6 @@ from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.system import Served
 
-CLEAR_GAP = 1.0
-"""A difference of top-two log-probabilities that no rounding explains: were the floor as large, the rig would be unfit."""
-
 
 def generate_request(
     served: Served, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None

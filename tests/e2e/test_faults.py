@@ -23,10 +23,11 @@ import httpx
 import psutil
 import pytest
 
+from coordinator.compare.quality.parity import CLEAR_GAP
 from coordinator.pools.shared_memory import python_segments_of
 from protos.splitpoint.v1 import admin_pb2, generation_pb2_grpc
 from tests.e2e.held import Idle, held
-from tests.e2e.streams import CLEAR_GAP, References, Stream, generate_request
+from tests.e2e.streams import References, Stream, generate_request
 from tests.e2e.system import Served, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fault, pytest.mark.timeout(700)]

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from coordinator.compare.quality.parity import CLEAR_GAP, first_divergence, floor_of, top_two_gap
 from tests.e2e.parity import (
     BLOCK_TOKENS,
     COLOCATED,
@@ -28,13 +29,9 @@ from tests.e2e.parity import (
     ask_http,
     assert_same,
     assert_took,
-    first_divergence,
-    gap_noise,
     reset_caches,
-    top_two_gap,
 )
 from tests.e2e.parity_cases import BATCH, BY_NAME, CASES, GREEDY, PREFIX_BLOCKS, PREFIX_TOKENS, Case, prefix_text
-from tests.e2e.streams import CLEAR_GAP
 from tests.e2e.system import Served, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
@@ -190,10 +187,7 @@ class TestBatched:
         for order in (1, -1):
             answers = together(desk.served, [(case, COLOCATED) for case in cases[::order]])[::order]
             for answer, reference in zip(answers, references, strict=True):
-                noise.append(gap_noise(answer, reference))
-                position = first_divergence(answer, reference)
-                if position is not None:
-                    noise.append(top_two_gap(reference, position))
+                noise.append(floor_of(answer, reference))
         desk.floor = max(noise)
         assert desk.floor < CLEAR_GAP
         ways = [*SPLITS, COLOCATED]
