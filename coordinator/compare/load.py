@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 import grpc.aio
 
-from coordinator.compare.stats import percentile
+from coordinator.compare.quantile import percentile
 from coordinator.compare.workload import PlannedRequest, Workload
 from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -47,6 +47,28 @@ class Client(Protocol):
 
         `path` is a path, or the name of an arm that the client knows.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """One request of a schedule: its place in the workload, and when it is due, seconds from the schedule's start."""
+
+    index: int
+    due_s: float
+    request: PlannedRequest
+
+
+@runtime_checkable
+class ScheduleSender(Protocol):
+    """A client that sends a whole schedule by itself, by several processes (`ClientProcesses`)."""
+
+    async def send(
+        self, sendings: Sequence[Sending], path: str, deadline_s: float, on_done: Callable[[], None]
+    ) -> tuple[float, list[Outcome]]:
+        """As the function `send`, every outcome in the order of `sendings`."""
+
+    def fell_behind(self) -> None:
+        """The last schedule was sent late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +183,20 @@ async def run_probe(
 
     Of its requests the first `warm_up` find an empty system, and are not judged. Cancelling it cancels what is outstanding.
     """
-    # Whatever can be done before is: while it is sent, nothing else delays the workload.
-    all_due_s = workload.due_s(rate_per_s)
-    all_replies = [client.ask(request, path, deadline_s) for request in workload.requests]
-    tasks: list[asyncio.Task[Outcome]] = []
-    start = now()
-    async with asyncio.TaskGroup() as group:
-        for index, (replies, due_s) in enumerate(zip(all_replies, all_due_s, strict=True)):
-            await _until(start + due_s, now)
-            task = group.create_task(_one(replies, workload.requests[index], index, start, due_s, deadline_s, now))
-            task.add_done_callback(lambda _: on_done())
-            tasks.append(task)
+    sendings = [
+        Sending(index, due_s, request)
+        for index, (due_s, request) in enumerate(zip(workload.due_s(rate_per_s), workload.requests, strict=True))
+    ]
+    if isinstance(client, ScheduleSender):
+        start, outcomes = await client.send(sendings, path, deadline_s, on_done)
+    else:
+        start, outcomes = await send(client, sendings, path, deadline_s, now=now, on_done=on_done)
     probe = Probe(
         path=path,
         seed=workload.spec.seed,
         rate_per_s=rate_per_s,
         workload_digest=workload.digest,
-        outcomes=[task.result() for task in tasks],
+        outcomes=outcomes,
         warm_up=warm_up,
         half=half,
         began_s=start,
@@ -185,7 +204,37 @@ async def run_probe(
     if ttft_slo_s is not None and probe.lag_p99_s > MAX_SEND_LAG_SHARE * ttft_slo_s:
         allowed_ms = MAX_SEND_LAG_SHARE * ttft_slo_s * 1e3
         probe.void = f"the client fell behind: p99 send lag {probe.lag_p99_s * 1e3:.1f} ms, allowed {allowed_ms:.1f} ms"
+        if isinstance(client, ScheduleSender):
+            client.fell_behind()
     return probe
+
+
+async def send(
+    client: Client,
+    sendings: Sequence[Sending],
+    path: str,
+    deadline_s: float,
+    *,
+    now: Callable[[], float] = time.perf_counter,
+    begin: Callable[[], Awaitable[float]] | None = None,
+    on_done: Callable[[], None] = lambda: None,
+) -> tuple[float, list[Outcome]]:
+    """Send each request when it is due and wait for every reply. Gives the start, by the clock `now`, and the outcomes.
+
+    `begin` is asked for the start once all requests are ready: they may be a part of a schedule that others send too. Without it
+    the start is at once.
+    """
+    # Whatever can be done before is: while it is sent, nothing else delays the workload.
+    all_replies = [client.ask(sending.request, path, deadline_s) for sending in sendings]
+    tasks: list[asyncio.Task[Outcome]] = []
+    start = now() if begin is None else await begin()
+    async with asyncio.TaskGroup() as group:
+        for sending, replies in zip(sendings, all_replies, strict=True):
+            await _until(start + sending.due_s, now)
+            task = group.create_task(_one(replies, sending.request, sending.index, start, sending.due_s, deadline_s, now))
+            task.add_done_callback(lambda _: on_done())
+            tasks.append(task)
+    return start, [task.result() for task in tasks]
 
 
 async def run_one_at_a_time(

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -138,6 +138,7 @@ async def _measure(
     errors: Console,
 ) -> Record:
     from coordinator.compare.admin_rig import AdminRig
+    from coordinator.compare.clients import ClientProcesses
     from coordinator.compare.experiment import digest
     from coordinator.compare.load import RequestFailedError
     from coordinator.compare.record import write
@@ -145,14 +146,12 @@ async def _measure(
     from coordinator.compare.run import ComparisonError
     from coordinator.compare.runner import Tools, engine_arguments
     from coordinator.compare.runner import run as measure
-    from coordinator.compare.target import connect
     from coordinator.compare.undisturbed import prompt_client
 
     source = material.source.model_dump(mode="json")
     async with contextlib.AsyncExitStack() as stack:
         nice = stack.enter_context(prompt_client())
-        client = connect(gateway, api_key=api_key)
-        await stack.enter_async_context(cast(contextlib.AbstractAsyncContextManager[Any], client))
+        client = await stack.enter_async_context(ClientProcesses(gateway, api_key=api_key))
         rig: Rig = await stack.enter_async_context(AdminRig(admin)) if admin else StandingRig()
         try:
             model = await client.model(5.0)
@@ -162,6 +161,7 @@ async def _measure(
         def save(record: Record) -> None:
             record.manifest = record.manifest or manifest
             record.source, record.client_nice = source, nice
+            record.notes = [note for note in record.notes if not note.startswith("client processes:")] + client.notes()
             for arm in record.arms:
                 arm.engine = engine_arguments(record.manifest, arm.pools)
             write(record, path)

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from scipy import optimize
 from scipy import stats as scipy_stats
 
+from coordinator.compare.quantile import percentile as percentile
+
 CONFIDENCE = 0.95
 BOOTSTRAP_RESAMPLES = 9999
 MAX_SEEDS = 1000
@@ -31,18 +33,6 @@ class Interval:
     @property
     def half_width(self) -> float:
         return (self.high - self.low) / 2
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 1) of `values` do not exceed.
-
-    Raises:
-        ValueError: `values` is empty or `share` is outside (0, 1].
-    """
-    if not values or not 0 < share <= 1:
-        raise ValueError("percentile needs values and a share in (0, 1]")
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
 
 
 def log_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
