@@ -19,7 +19,8 @@ from protos.splitpoint.v1 import common_pb2
 class Submission:
     """One choice of one public request, validated and tokenised.
 
-    `path` and `transport` are None, and `pools` empty, when the client did not ask. `deadline_s` is the time left from now.
+    `path` and `transport` are None, `pools` and `session` empty, when the client did not ask. `deadline_s` is the time left
+    from now.
     `received_s` is the gateway's monotonic clock when the public request arrived, for TTFT and the ledger.
     """
 
@@ -32,6 +33,7 @@ class Submission:
     path: str | None = None
     transport: str | None = None
     pools: frozenset[str] = frozenset()
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

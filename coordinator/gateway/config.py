@@ -27,6 +27,15 @@ class GatewaySettings(BaseModel):
     default_deadline_s: PositiveFloat = Field(600.0, description="For requests that bring no deadline of their own.")
     max_deadline_s: PositiveFloat = Field(3600.0, description="A longer deadline is cut (gRPC) or refused (header).")
     retry_budget: NonNegativeInt = Field(2, description="Further routes one request may take, before and after its first token.")
+    retry_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Further attempts, as a share of the requests of this gateway, that it may make in the long run.",
+    )
+    retry_reserve: NonNegativeInt = Field(
+        256, description="Further attempts it may make at once: what one lost worker had running. 0: none at all."
+    )
     allow_recompute: bool = Field(True, description="False: a transfer that fails is never replaced by computing on decode.")
 
     max_open_requests: PositiveInt = Field(4096, description="Public requests at once; beyond them one is refused unread.")

@@ -16,6 +16,7 @@ from coordinator.gateway.generation import RunningChoice
 from coordinator.gateway.membership import Membership
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.routing.breaker import PairKey
+from coordinator.routing.retry_budget import RetryBudget
 from coordinator.routing.router import Router
 from coordinator.routing.views import Role, WorkerView
 from protos.ids import Incarnation
@@ -46,6 +47,7 @@ class GatewayCore:
         self.clock = clock
         self.router = Router(settings.routing, rng or random.Random(), transports=transports, follow_workers=follow_workers)
         self.membership = Membership(self.router, settings.worker_client, clock=clock, on_event=metrics.event)
+        self.retries = RetryBudget(share=settings.retry_share, reserve=settings.retry_reserve)
         self.running: set[RunningChoice] = set()
         """Choices that have started and not ended."""
         metrics.before_exposition = self.refresh_gauges
@@ -107,6 +109,7 @@ class GatewayCore:
     def began(self, choice: RunningChoice) -> None:
         """Called by a choice when it starts."""
         self.running.add(choice)
+        self.retries.began()
         self._idle.clear()
         self.metrics.in_flight(len(self.running))
 

@@ -17,6 +17,7 @@ import structlog
 from coordinator.gateway.api import Finished, Submission, Tokens
 from coordinator.gateway.ledger import LedgerRecorder, Window
 from coordinator.gateway.legs import LegBuilder
+from coordinator.gateway.prompt_route import PromptRoute
 from coordinator.request import Request
 from coordinator.request_actions import (
     AbortLeg,
@@ -84,6 +85,7 @@ class RunningChoice:
             )
         )
         self._legs = LegBuilder(submission.request_id, submission.prompt_token_ids, prompt_hash)
+        self._prompt = PromptRoute(core.router, submission.prompt_token_ids, submission.session)
         self._ledger = LedgerRecorder(received_s=submission.received_s, path=path)
         self._charges: dict[AttemptId, tuple[Incarnation, int]] = {}
         self._events: deque[Event] = deque()
@@ -194,18 +196,21 @@ class RunningChoice:
         self._wake()
 
     def _stamp(self, event: Event) -> None:
-        """The ledger's view of a worker's report, before the machine changes state."""
+        """The ledger's and routing's view of a worker's report, before the machine changes state."""
         if not isinstance(event, worker_pb2.LegEvent) or event.attempt_id not in self._charges:
             return
         match event.WhichOneof("event"):
             case "sealed":
+                self._prompt.computed(event.sealed.first.cached_tokens)
                 self._ledger.tokens_arrived(self._arrived_s)
                 self._ledger.leg_ended(self._arrived_s, event.sealed.times)
             case "staged":
                 self._ledger.staged(self._arrived_s, event.staged)
             case "tokens":
+                self._prompt.computed(event.tokens.cached_tokens)
                 self._ledger.tokens_arrived(self._arrived_s)
             case "finished":
+                self._prompt.computed(event.finished.last.cached_tokens)
                 self._ledger.tokens_arrived(self._arrived_s)
                 self._ledger.leg_ended(self._arrived_s, event.finished.times)
             case "failed" if event.failed.code.startswith("transfer_"):
@@ -247,7 +252,11 @@ class RunningChoice:
         now_s = self._clock()
         if self._request.rounds:
             self._ledger.route_failed(now_s)
-        route = self._core.router.choose(action.goals, now_s)
+            if not self._core.retries.take():
+                self._note(Note("retry_budget_spent"))
+                self._events.append(NoRoute(SplitpointError(Code.NO_WORKER, "this gateway's budget for retries is spent")))
+                return
+        route = self._prompt.choose(action.goals, now_s)
         if isinstance(route, Refusal):
             self._events.append(NoRoute(route.to_error()))
             return
@@ -273,7 +282,7 @@ class RunningChoice:
         output_tokens = self._submission.sampling.max_tokens
         match action:
             case SendPrefill():
-                request, tokens = self._legs.prefill(action, remaining_s), prompt_tokens
+                request, tokens = self._legs.prefill(action, remaining_s), prompt_tokens - self._prompt.expected_cached_tokens
                 self._ledger.leg_sent(Window.PREFILL, worker.worker_id, now_s)
             case SendPrepare():
                 # Charged already here: from now on this worker is going to have the request.
@@ -283,7 +292,8 @@ class RunningChoice:
                 self._hand_over_charge(worker)
                 self._ledger.leg_sent(Window.DECODE, worker.worker_id, now_s)
             case SendColocated():
-                request, tokens = self._legs.colocated(action, remaining_s), prompt_tokens + output_tokens
+                request = self._legs.colocated(action, remaining_s)
+                tokens = prompt_tokens - self._prompt.expected_cached_tokens + output_tokens
                 self._ledger.leg_sent(Window.SOLO, worker.worker_id, now_s)
         self._ledger.attempts += 1
         self._charges[action.attempt_id] = (worker.incarnation, tokens)
@@ -353,6 +363,7 @@ class RunningChoice:
     def _end(self, status: str, error_type: str) -> None:
         now_s = self._clock()
         self._stop_timer()
+        self._prompt.failed()
         ledger = self._ledger
         ledger.recomputed = self._request.recomputed
         ledger.first_token_forwarded = self._request.first_token_forwarded

@@ -77,6 +77,7 @@ async def prepare_choices(
                 path=metadata.path,
                 transport=metadata.transport,
                 pools=metadata.pools,
+                session=metadata.session,
             ),
             options,
             tokenizer,

@@ -29,8 +29,10 @@ POOLS_HEADER = "x-splitpoint-pools"
 """Names of pools with commas between them; workers of no other may serve the request."""
 TRANSPORT_HEADER = "x-splitpoint-transport"
 DEADLINE_HEADER = "x-splitpoint-deadline-s"
+SESSION_HEADER = "x-splitpoint-session"
+"""The client's name of a conversation: with `routing.policy = "session_affinity"` its requests go to one worker."""
 REQUEST_ID_HEADER = "x-request-id"
-_PUBLIC_HEADERS = frozenset({PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER})
+_PUBLIC_HEADERS = frozenset({PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER, SESSION_HEADER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +62,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What HTTP headers or gRPC metadata say. None, and no pools: not said."""
+    """What HTTP headers or gRPC metadata say. None, no pools and an empty session: not said."""
 
     client_request_id: str | None
     path: str | None
     transport: str | None
     deadline_s: float | None
     pools: frozenset[str] = frozenset()
+    session: str = ""
 
 
 def check_sampling(
@@ -183,11 +186,12 @@ def check_metadata(
         transport=_one_of(given, TRANSPORT_HEADER, transports),
         deadline_s=_deadline(given.get(DEADLINE_HEADER), max_deadline_s),
         pools=_pools(given.get(POOLS_HEADER)),
+        session=check_request_id(SESSION_HEADER, given.get(SESSION_HEADER)) or "",
     )
 
 
 def check_request_id(path: str, value: str | None) -> str | None:
-    """A client's own id: a label of printable ASCII, never a key of ours. "" counts as absent."""
+    """A client's own name of a request or a session: a label of printable ASCII, never a key of ours. "" counts as absent."""
     if not value:
         return None
     if len(value) > MAX_REQUEST_ID_CHARS or not value.isascii() or not value.isprintable():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from coordinator.routing.views import Role
@@ -12,6 +14,30 @@ class RoutingSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    policy: Literal["least_loaded", "power_of_two", "prefix_aware", "session_affinity", "round_robin"] = Field(
+        "least_loaded", description="Who computes a prompt: the prefill worker of a pair, or the worker of a whole request."
+    )
+    decode_policy: Literal["least_loaded", "power_of_two", "round_robin"] = Field(
+        "least_loaded", description="Who decodes, when another worker computes the prompt."
+    )
+    max_load_ratio: float = Field(
+        1.2,
+        ge=1.0,
+        description="prefix_aware and session_affinity pass over a worker that would be loaded above this times the mean.",
+    )
+    idle_tokens: NonNegativeInt = Field(16_384, description="A worker with no more load than this is never passed over for it.")
+    prefix_hit_weight: float = Field(
+        10.0, ge=1.0, description="How many tokens of load one token of the prompt outweighs that need not be computed."
+    )
+    prefix_block_tokens: PositiveInt = Field(
+        128, description="Prompts are compared block by block of so many tokens; a shared beginning that is shorter is not seen."
+    )
+    prefix_index_blocks: PositiveInt = Field(
+        524_288, description="Entries of the index (one worker, one block), shared evenly by the workers."
+    )
+    prefix_worker_tokens: PositiveInt = Field(
+        262_144, description="KV that a worker can cache, for workers that do not say it themselves."
+    )
     colocated_roles: tuple[tuple[Role, ...], ...] = Field(
         ((Role.COLOCATED,), (Role.DECODE, Role.PREFILL)),
         min_length=1,

@@ -45,21 +45,29 @@ Goal = PairGoal | LocalGoal | SoloGoal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRoute:
-    """Prefill on one worker, decode on the other. `notes` name what is not as asked; each becomes a counter and an event."""
+    """Prefill on one worker, decode on the other. `notes` name what is not as asked; each becomes a counter and an event.
+
+    `expected_cached_tokens` of the prompt should be in the prefill worker's cache.
+    """
 
     prefill: WorkerView
     decode: WorkerView
     transport: str
     notes: tuple[str, ...] = ()
+    expected_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloRoute:
-    """The whole request on one worker. `local`: it was to be the decode worker of a pair and now computes the prompt itself."""
+    """The whole request on one worker. `local`: it was to be the decode worker of a pair and now computes the prompt itself.
+
+    `expected_cached_tokens` of the prompt should be in its cache.
+    """
 
     worker: WorkerView
     local: bool = False
     notes: tuple[str, ...] = ()
+    expected_cached_tokens: int = 0
 
 
 Route = PairRoute | SoloRoute

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from coordinator.routing.views import WorkerView
 
-_LAST_RESORT = 1 << 62
+LAST_RESORT = 1 << 62
 """Added to the score of a worker whose stream is down: it comes after every other, but it may be about to come up."""
 _NOTHING = 1 << 63
 
@@ -32,7 +32,7 @@ class Load:
             self._heartbeat_tokens = heartbeat_tokens
         if reachable is not None:
             self._reachable = reachable
-        self.score = self.in_flight_tokens + self._heartbeat_tokens + (0 if self._reachable else _LAST_RESORT)
+        self.score = self.in_flight_tokens + self._heartbeat_tokens + (0 if self._reachable else LAST_RESORT)
 
 
 @dataclass(frozen=True, slots=True)

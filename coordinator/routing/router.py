@@ -23,7 +23,10 @@ from coordinator.routing.filters import (
     transfer_refusal,
 )
 from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute, workers_of
-from coordinator.routing.policy import Accept, Candidate, LoadBook, least_loaded
+from coordinator.routing.policies import Ask, LeastLoaded, Picked, Policy, PowerOfTwo, RoundRobin, SessionAffinity
+from coordinator.routing.policy import Accept, Candidate, LoadBook
+from coordinator.routing.prefix_aware import PrefixAware
+from coordinator.routing.prefix_index import PrefixIndex, block_hashes
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from kvtransfer.transport_choice import agreed_order
 from protos.ids import Incarnation
@@ -51,7 +54,8 @@ class Router:
         self._settings = settings
         self._configured = self._transports = tuple(transports)
         self._follow_workers = follow_workers
-        self._rng = rng
+        self._policy = make_policy(settings.policy, settings, rng)
+        self._decode_policy = make_policy(settings.decode_policy, settings, rng)
         self._table: Table = build_table(())
         self._tiers: list[tuple[Candidate, ...]] = []
         self.load = LoadBook(heartbeat_request_tokens=settings.heartbeat_request_tokens)
@@ -60,7 +64,10 @@ class Router:
     def update(self, views: Iterable[WorkerView]) -> None:
         """Replace the membership."""
         old = self._table.by_incarnation
-        self._table = build_table(self.load.candidates(v for v in views if v.state is not WorkerState.DEAD))
+        candidates = self.load.candidates(v for v in views if v.state is not WorkerState.DEAD)
+        self._table = build_table(candidates)
+        self._policy.members(candidates)
+        self._decode_policy.members(candidates)
         by_role = self._table.by_role
         self._tiers = [tuple(c for role in tier for c in by_role[role]) for tier in self._settings.colocated_roles]
         if self._follow_workers:
@@ -80,20 +87,44 @@ class Router:
         """Some ready prefill worker has a ready decode worker of its kind."""
         return bool(self._table.groups)
 
-    def choose(self, goals: Sequence[Goal], now_s: float) -> Route | Refusal:
-        """The first goal that some worker meets. Goals that were passed over leave a note on the route."""
+    def ask(self, prompt_token_ids: Sequence[int], session: str = "", salt: bytes = b"") -> Ask:
+        """What the policy may know of a request. `salt` keeps the prefixes of tenants apart."""
+        blocks: tuple[int, ...] = ()
+        if isinstance(self._policy, PrefixAware):
+            blocks = block_hashes(prompt_token_ids, self._settings.prefix_block_tokens, salt)
+        return Ask(tokens=len(prompt_token_ids), blocks=blocks, session=session)
+
+    def choose(self, goals: Sequence[Goal], now_s: float, ask: Ask | None = None) -> Route | Refusal:
+        """The first goal that some worker meets. Goals that were passed over leave a note on the route.
+
+        A route is whole or it is none: its workers are chosen, and the prompt counted as theirs, in this one call. `ask` None:
+        nothing is known of the prompt but its length.
+        """
         reasons: Counter[str] = Counter()
         notes: list[str] = []
         for goal in goals:
-            route = self._try(goal, now_s, reasons, notes)
+            asked = ask or Ask(tokens=goal.prompt_tokens if isinstance(goal, PairGoal) else 0)
+            route = self._try(goal, asked, now_s, reasons, notes)
             if route is not None:
-                return self._tell_breakers(route, now_s)
+                expected = self._policy.taken(workers_of(route)[0], asked, now_s)
+                return self._tell_breakers(replace(route, expected_cached_tokens=expected), now_s)
         detail = ", ".join(f"{name}: {count}" for name, count in sorted(reasons.items()))
         return Refusal(message="no worker can take this request" + (f" ({detail})" if detail else ""), reasons=reasons)
 
-    def _try(self, goal: Goal, now_s: float, reasons: Counter[str], notes: list[str]) -> Route | None:
+    def prompt_computed(self, incarnation: Incarnation, *, expected_cached_tokens: int, cached_tokens: int) -> None:
+        """A worker's report of a prompt: how much of it was cached, against what its route expected."""
+        if isinstance(self._policy, PrefixAware):
+            self._policy.index.reported(incarnation, expected_tokens=expected_cached_tokens, cached_tokens=cached_tokens)
+
+    def prompt_lost(self, incarnation: Incarnation, ask: Ask, *, expected_cached_tokens: int) -> None:
+        """A worker that was given a prompt failed before it had computed it."""
+        if isinstance(self._policy, PrefixAware):
+            held = expected_cached_tokens // self._settings.prefix_block_tokens
+            self._policy.index.not_computed(incarnation, ask.blocks, held_before=held)
+
+    def _try(self, goal: Goal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> Route | None:
         if isinstance(goal, PairGoal):
-            route = self._pair(goal, now_s, reasons)
+            route = self._pair(goal, ask, now_s, reasons)
             if route is None:
                 # Told apart: a prompt too long for staging is a matter of configuration, a missing pair one of health.
                 notes.append(PROMPT_EXCEEDS_TRANSFER if reasons[PROMPT_EXCEEDS_TRANSFER] else NO_PAIR)
@@ -103,27 +134,27 @@ class Router:
             if view is None or view.state is not WorkerState.READY:
                 return None
             return SoloRoute(worker=view, local=True, notes=(*notes, LOCAL_RECOMPUTE))
-        return self._solo(goal, now_s, reasons, notes)
+        return self._solo(goal, ask, now_s, reasons, notes)
 
     # One worker -----------------------------------------------------------------------------------------------------------
 
-    def _solo(self, goal: SoloGoal, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
+    def _solo(self, goal: SoloGoal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
         accept = self._accept(goal.exclude, now_s, goal.pools)
         for tier in self._tiers:
-            best = self._best(tier, accept, reasons)
+            best = self._best(self._policy, tier, ask, accept, reasons, now_s)
             if best is not None:
-                return SoloRoute(worker=best.view, notes=tuple(notes))
+                return SoloRoute(worker=best.candidate.view, notes=tuple(notes))
         return None
 
     # Two workers ----------------------------------------------------------------------------------------------------------
 
-    def _pair(self, goal: PairGoal, now_s: float, reasons: Counter[str]) -> PairRoute | None:
+    def _pair(self, goal: PairGoal, ask: Ask, now_s: float, reasons: Counter[str]) -> PairRoute | None:
         if self._table.lonely_prefill:
             reasons[INCOMPATIBLE] += self._table.lonely_prefill
         wanted = (goal.transport,) if goal.transport is not None else self._transports
         before = reasons[PAIR_BREAKER_OPEN]
         for rank, transport in enumerate(wanted):
-            pair = self._pair_over(goal, transport, now_s, reasons)
+            pair = self._pair_over(goal, ask, transport, now_s, reasons)
             if pair is not None:
                 downgraded = reasons[PAIR_BREAKER_OPEN] > before
                 notes = (TRANSPORT_DOWNGRADED if downgraded else TRANSPORT_FALLBACK,) if rank else ()
@@ -131,32 +162,35 @@ class Router:
         return None
 
     def _pair_over(
-        self, goal: PairGoal, transport: str, now_s: float, reasons: Counter[str]
+        self, goal: PairGoal, ask: Ask, transport: str, now_s: float, reasons: Counter[str]
     ) -> tuple[WorkerView, WorkerView] | None:
         # A prefill worker may turn out to have no decode worker left (excluded, or broken as a pair): then the next best.
         exclude = goal.exclude
         while True:
-            found = self._best_prefill(goal, transport, exclude, now_s, reasons)
+            found = self._best_prefill(goal, ask, transport, exclude, now_s, reasons)
             if found is None:
                 return None
             prefill, group = found
             accept = self._accept_end(group.decode, goal, transport, goal.exclude, now_s, beside=prefill.incarnation)
-            decode = self._best(group.decode.members, accept, reasons)
+            decode = self._best(self._decode_policy, group.decode.members, ask, accept, reasons, now_s)
             if decode is not None:
-                return prefill, decode.view
+                return prefill, decode.candidate.view
             exclude |= {prefill.incarnation}
 
     def _best_prefill(
-        self, goal: PairGoal, transport: str, exclude: frozenset[Incarnation], now_s: float, reasons: Counter[str]
+        self, goal: PairGoal, ask: Ask, transport: str, exclude: frozenset[Incarnation], now_s: float, reasons: Counter[str]
     ) -> tuple[WorkerView, Group] | None:
-        best: Candidate | None = None
+        best: Picked | None = None
         home: Group | None = None
         for group in self._table.groups:
             accept = self._accept_end(group.prefill, goal, transport, exclude, now_s)
-            mine = self._preferred(group.prefill, goal, accept) or self._best(group.prefill.members, accept, reasons)
-            if mine is not None and (best is None or mine.load.score < best.load.score):
+            preferred = self._preferred(group.prefill, goal, accept)
+            if preferred is not None:
+                return preferred.view, group
+            mine = self._best(self._policy, group.prefill.members, ask, accept, reasons, now_s)
+            if mine is not None and (best is None or mine.cost < best.cost):
                 best, home = mine, group
-        return (best.view, home) if best is not None and home is not None else None
+        return (best.candidate.view, home) if best is not None and home is not None else None
 
     def _preferred(self, end: End, goal: PairGoal, accept: Accept | None) -> Candidate | None:
         if goal.prefer_prefill is None:
@@ -168,13 +202,21 @@ class Router:
 
     # Filters --------------------------------------------------------------------------------------------------------------
 
-    def _best(self, members: Sequence[Candidate], accept: Accept | None, reasons: Counter[str]) -> Candidate | None:
-        best = least_loaded(members, self._rng, accept, reasons)
+    def _best(
+        self,
+        policy: Policy,
+        members: Sequence[Candidate],
+        ask: Ask,
+        accept: Accept | None,
+        reasons: Counter[str],
+        now_s: float,
+    ) -> Picked | None:
+        best = policy.pick(members, ask, accept, reasons, now_s)
         if best is not None or accept is None or not self.breakers:
             return best
         # With no other worker left a suspected one is better than none, or one poisonous prompt takes the pool down. A pair
         # that fails together stays out: there is another way to serve the request.
-        return least_loaded(members, self._rng, lambda view: _unless_worker_breaker(accept(view)), Counter())
+        return policy.pick(members, ask, lambda view: _unless_worker_breaker(accept(view)), Counter(), now_s)
 
     def _accept(self, exclude: frozenset[Incarnation], now_s: float, pools: frozenset[str]) -> Accept | None:
         """The filters of every leg, or None when they would let everybody pass."""
@@ -229,6 +271,30 @@ class Router:
             if self.breakers.chosen(key, now_s):
                 notes = (*notes, TRANSPORT_PROBED)
         return replace(route, notes=notes)
+
+
+def make_policy(name: str, settings: RoutingSettings, rng: random.Random) -> Policy:
+    """The policy that a setting names."""
+    limit, idle_tokens = settings.max_load_ratio, settings.idle_tokens
+    match name:
+        case "prefix_aware":
+            index = PrefixIndex(block_tokens=settings.prefix_block_tokens, max_blocks=settings.prefix_index_blocks)
+            return PrefixAware(
+                rng,
+                index,
+                limit=limit,
+                idle_tokens=idle_tokens,
+                hit_weight=settings.prefix_hit_weight,
+                worker_tokens=settings.prefix_worker_tokens,
+            )
+        case "session_affinity":
+            return SessionAffinity(rng, limit=limit, idle_tokens=idle_tokens)
+        case "power_of_two":
+            return PowerOfTwo(rng)
+        case "round_robin":
+            return RoundRobin(rng)
+        case _:
+            return LeastLoaded(rng)
 
 
 def _unless_worker_breaker(reason: str | None) -> str | None:

@@ -39,6 +39,7 @@ class WorkerView:
 
     `fingerprint` is equal for workers that can exchange KV, of whatever shape; `running`, `waiting` and `kv_usage` are as old as
     `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
+    `kv_capacity_tokens` is how much KV its engine holds, live and cached together; 0: not known.
     """
 
     worker_id: WorkerId
@@ -57,4 +58,5 @@ class WorkerView:
     leases: int = 0
     kv_usage: float = 0.0
     heartbeat_age_s: float = 0.0
+    kv_capacity_tokens: int = 0
     detail: str = ""

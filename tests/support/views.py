@@ -16,6 +16,7 @@ def worker_view(
     max_transfer_tokens: int = 4096,
     running: int = 0,
     waiting: int = 0,
+    kv_capacity_tokens: int = 0,
     address: str = "127.0.0.1:1",
     pool: str = "",
 ) -> WorkerView:
@@ -34,4 +35,5 @@ def worker_view(
         transports=transports,
         running=running,
         waiting=waiting,
+        kv_capacity_tokens=kv_capacity_tokens,
     )

@@ -1,0 +1,133 @@
+"""The prefix-aware policy: cached tokens against load. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.routing.policies import Ask, Picked
+from coordinator.routing.policy import LAST_RESORT, Accept, Candidate
+from coordinator.routing.prefix_index import PrefixIndex
+from coordinator.routing.recent import RecentWork
+from coordinator.routing.views import WorkerView
+
+WINDOW_S = 60.0
+"""Over which no worker shall be given more than its share."""
+_OVER = float(1 << 40)
+"""Added to the cost of a worker that has had its share: it comes after all others, and before those that cannot be reached."""
+_FEW = 16
+
+
+class _Panel(NamedTuple):
+    """One tuple of candidates, indexed once per membership version."""
+
+    among: Sequence[Candidate]
+    seats: npt.NDArray[np.int64]
+    bits: int
+    place_of: dict[int, int]
+
+
+class PrefixAware:
+    """The fewest tokens: those of the prompt that are not cached, times `hit_weight`, and those that the worker already has.
+
+    A cached token is worth more than the computing it saves: computed on another worker, it would push out what that one has
+    cached. A worker that would then have been given more than `limit` times the mean work of the last minute is passed over while
+    another is not; a minute's work up to `idle_tokens` counts as none. Work is prompt tokens that had to be computed.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        index: PrefixIndex,
+        *,
+        limit: float,
+        idle_tokens: int,
+        hit_weight: float,
+        worker_tokens: int,
+    ) -> None:
+        self.index = index
+        self._rng = rng
+        self._limit = limit
+        self._hit_weight = hit_weight
+        self._idle_tokens = idle_tokens
+        self._worker_tokens = worker_tokens
+        self._recent = RecentWork(WINDOW_S)
+        self._panels: dict[int, _Panel] = {}
+
+    def members(self, candidates: Sequence[Candidate]) -> None:
+        """Every worker that is not dead; one that does not say what its cache holds is taken to hold `worker_tokens`."""
+        capacities = ((c.view.incarnation, c.view.kv_capacity_tokens or self._worker_tokens) for c in candidates)
+        for seat in self.index.members(capacities):
+            self._recent.clear(seat)
+        self._panels.clear()
+
+    def pick(
+        self, among: Sequence[Candidate], ask: Ask, accept: Accept | None, reasons: Counter[str], now_s: float
+    ) -> Picked | None:
+        """See `Policy`."""
+        if not among:
+            return None
+        panel = self._panel(among)
+        # One token at least is computed, however much is cached.
+        work = np.maximum(ask.tokens - self._hits(panel, ask.blocks) * self.index.block_tokens, 1)
+        scores = np.fromiter((c.load.score for c in among), dtype=np.float64, count=len(among))
+        recent = self._recent.weighed(panel.seats, now_s)
+        bound = np.maximum(self._idle_tokens, (recent.sum() + work) * (self._limit / len(among)))
+        over = recent + work > bound
+        above_idle = np.maximum(recent - self._idle_tokens, 0.0)
+        cost = np.where(over, recent + work + _OVER, above_idle + scores + self._hit_weight * work)
+        cost[scores >= LAST_RESORT] += float(LAST_RESORT)
+        while True:
+            least = float(cost.min())
+            if least == np.inf:
+                return None
+            equals = np.flatnonzero(cost == least)
+            place = int(equals[0] if len(equals) == 1 else self._rng.choice(equals))
+            candidate = among[place]
+            reason = None if accept is None else accept(candidate.view)
+            if reason is None:
+                return Picked(candidate, least)
+            reasons[reason] += 1
+            cost[place] = np.inf
+
+    def taken(self, view: WorkerView, ask: Ask, now_s: float) -> int:
+        """See `Policy`."""
+        hit_tokens = min(self.index.held(view.incarnation, ask.blocks) * self.index.block_tokens, max(0, ask.tokens - 1))
+        self.index.sent(view.incarnation, ask.blocks)
+        self._recent.add(self.index.seat(view.incarnation), ask.tokens - hit_tokens, now_s)
+        return hit_tokens
+
+    def _panel(self, among: Sequence[Candidate]) -> _Panel:
+        panel = self._panels.get(id(among))
+        if panel is None or panel.among is not among:
+            seats = [self.index.seat(c.view.incarnation) for c in among]
+            panel = _Panel(
+                among,
+                np.array(seats, dtype=np.int64),
+                sum(1 << seat for seat in seats),
+                {seat: place for place, seat in enumerate(seats)},
+            )
+            self._panels[id(among)] = panel
+        return panel
+
+    def _hits(self, panel: _Panel, blocks: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """Blocks of the prompt that each candidate of the panel should have cached."""
+        hits = np.zeros(len(panel.among), dtype=np.int64)
+        for level in self.index.levels(blocks, panel.bits):
+            if level.seats.bit_count() <= _FEW:
+                left = level.seats
+                while left:
+                    seat = left.bit_length() - 1
+                    hits[panel.place_of[seat]] = level.blocks
+                    left ^= 1 << seat
+            else:
+                raw = level.seats.to_bytes(-(-level.seats.bit_length() // 8), "little")
+                members = np.unpackbits(np.frombuffer(raw, dtype=np.uint8), bitorder="little").astype(bool)
+                inside = panel.seats < len(members)
+                hits[inside] = np.where(members[panel.seats[inside]], level.blocks, hits[inside])
+        return hits

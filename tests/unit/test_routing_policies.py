@@ -1,0 +1,295 @@
+"""The routing policies: who gets a prompt, and what is remembered of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.routing.config import RoutingSettings
+from coordinator.routing.goals import PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute
+from coordinator.routing.policies import Ask
+from coordinator.routing.prefix_index import block_hashes
+from coordinator.routing.retry_budget import RetryBudget
+from coordinator.routing.router import Router
+from coordinator.routing.views import Role, WorkerView
+from tests.support.views import worker_view
+
+NOW = 100.0
+BLOCK = 16
+PREFILL = [worker_view(f"p{i}") for i in range(4)]
+DECODE = [worker_view(f"d{i}", Role.DECODE) for i in range(2)]
+
+
+def router(*views: WorkerView, policy: str = "prefix_aware", seed: int = 1, **settings) -> Router:
+    values = {"prefix_block_tokens": BLOCK, "idle_tokens": 1000, **settings}
+    made = Router(RoutingSettings(policy=policy, **values), random.Random(seed), transports=("ucx", "grpc"))
+    made.update(views or (*PREFILL, *DECODE))
+    return made
+
+
+def prompt(name: int, tokens: int = 10 * BLOCK) -> list[int]:
+    return [name] * tokens
+
+
+def pair(made: Router, ids: list[int], *, now_s: float = NOW, session: str = "", salt: bytes = b"", **goal) -> PairRoute:
+    goals = (PairGoal(prompt_tokens=len(ids), **goal),)
+    route = made.choose(goals, now_s, made.ask(ids, session, salt))
+    assert isinstance(route, PairRoute), route
+    return route
+
+
+def worker_of(route: Route | Refusal) -> str:
+    assert isinstance(route, PairRoute | SoloRoute)
+    return route.prefill.worker_id if isinstance(route, PairRoute) else route.worker.worker_id
+
+
+# Prefix-aware ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    made = router()
+    first = pair(made, prompt(7))
+    assert first.expected_cached_tokens == 0
+    for extra in range(1, 6):
+        longer = prompt(7) + prompt(100 + extra, 3 * BLOCK)
+        route = pair(made, longer)
+        assert route.prefill == first.prefill
+        assert route.expected_cached_tokens == 10 * BLOCK
+
+
+def test_a_whole_prompt_that_is_cached_still_computes_a_token() -> None:
+    made = router()
+    pair(made, prompt(7))
+    assert pair(made, prompt(7)).expected_cached_tokens == 10 * BLOCK - 1
+
+
+def test_a_tail_that_is_no_whole_block_is_not_expected() -> None:
+    made = router()
+    pair(made, prompt(7, BLOCK + 5))
+    assert pair(made, prompt(7, BLOCK + 5)).expected_cached_tokens == BLOCK
+
+
+def test_tenants_do_not_see_each_others_prefixes() -> None:
+    made = router()
+    pair(made, prompt(7), salt=b"one")
+    assert pair(made, prompt(7), salt=b"two").expected_cached_tokens == 0
+    assert pair(made, prompt(7), salt=b"one").expected_cached_tokens > 0
+    assert not set(block_hashes(prompt(7), BLOCK, b"one")) & set(block_hashes(prompt(7), BLOCK, b"two"))
+
+
+def test_equal_blocks_after_unequal_beginnings_are_unequal() -> None:
+    one, two = (block_hashes(prompt(name, BLOCK) + prompt(5, BLOCK), BLOCK) for name in (1, 2))
+    assert one[1] != two[1]
+    assert len(set(block_hashes(prompt(5), BLOCK))) == 10, "one repeated block is another block each time"
+
+
+def test_without_a_hit_the_work_is_spread() -> None:
+    made = router(idle_tokens=0)
+    seen = Counter(pair(made, prompt(name)).prefill.worker_id for name in range(400))
+    assert set(seen.values()) == {100}
+
+
+def test_a_worker_that_has_had_its_share_is_passed_over_for_a_while() -> None:
+    made = router(idle_tokens=0, max_load_ratio=1.2)
+    shared = prompt(7, 2 * BLOCK)
+    home = pair(made, shared).prefill.worker_id
+    seen: Counter[str] = Counter()
+    for name in range(400):
+        seen[pair(made, shared + prompt(1000 + name, 20 * BLOCK)).prefill.worker_id] += 1
+    # Every worker has the shared beginning in the end, and none was given more than the ratio allows.
+    assert max(seen.values()) <= 1.2 * 100 + 1
+    assert home in seen
+
+
+def test_below_the_idle_load_a_hit_always_wins() -> None:
+    made = router(idle_tokens=1_000_000)
+    home = pair(made, prompt(7)).prefill.worker_id
+    seen = {pair(made, prompt(7) + prompt(name, 4 * BLOCK)).prefill.worker_id for name in range(100, 140)}
+    assert seen == {home}
+
+
+def test_a_long_queue_outweighs_a_short_hit() -> None:
+    made = router(prefix_hit_weight=1.0, idle_tokens=1_000_000)
+    home = pair(made, prompt(7)).prefill
+    made.load.charge(home.incarnation, 20 * BLOCK)
+    assert pair(made, prompt(7) + prompt(9)).prefill != home
+    made = router(prefix_hit_weight=1.0, idle_tokens=1_000_000)
+    home = pair(made, prompt(7)).prefill
+    made.load.charge(home.incarnation, 5 * BLOCK)
+    assert pair(made, prompt(7) + prompt(9)).prefill == home
+
+
+def test_filters_come_before_the_prefix() -> None:
+    made = router()
+    home = pair(made, prompt(7)).prefill
+    route = pair(made, prompt(7), exclude=frozenset({home.incarnation}))
+    assert route.prefill != home
+    refusal = made.choose(
+        (PairGoal(prompt_tokens=1, transport="ucx", exclude=frozenset(v.incarnation for v in PREFILL)),),
+        NOW,
+        made.ask(prompt(7), ""),
+    )
+    assert isinstance(refusal, Refusal)
+    assert refusal.reasons["excluded"] == len(PREFILL)
+
+
+def test_a_worker_that_cannot_be_reached_comes_last_in_spite_of_its_hit() -> None:
+    made = router()
+    home = pair(made, prompt(7)).prefill
+    made.load.set_reachable(home.incarnation, False)
+    assert pair(made, prompt(7)).prefill != home
+    for view in PREFILL:
+        made.load.set_reachable(view.incarnation, False)
+    assert pair(made, prompt(7)).prefill in PREFILL
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    lonely = router(*PREFILL)
+    ask = lonely.ask(prompt(7), "")
+    assert isinstance(lonely.choose((PairGoal(prompt_tokens=ask.tokens),), NOW, ask), Refusal)
+    lonely.update((*PREFILL, *DECODE))
+    assert pair(lonely, prompt(7)).expected_cached_tokens == 0
+
+
+def test_whole_requests_follow_their_prefix_too() -> None:
+    made = router(*(worker_view(f"c{i}", Role.COLOCATED) for i in range(4)))
+    home = worker_of(made.choose((SoloGoal(),), NOW, made.ask(prompt(7), "")))
+    for _ in range(5):
+        assert worker_of(made.choose((SoloGoal(),), NOW, made.ask(prompt(7), ""))) == home
+
+
+def test_a_worker_that_left_is_forgotten_and_its_place_starts_empty() -> None:
+    made = router()
+    home = pair(made, prompt(7)).prefill
+    made.update((*(v for v in PREFILL if v != home), worker_view("new"), *DECODE))
+    assert pair(made, prompt(7)).expected_cached_tokens == 0
+
+
+def test_what_a_worker_lost_before_it_computed_is_not_expected_of_it() -> None:
+    made = router()
+    ask = made.ask(prompt(7), "")
+    route = made.choose((PairGoal(prompt_tokens=ask.tokens),), NOW, ask)
+    assert isinstance(route, PairRoute)
+    made.prompt_lost(route.prefill.incarnation, ask, expected_cached_tokens=route.expected_cached_tokens)
+    assert pair(made, prompt(7)).expected_cached_tokens == 0
+
+
+def test_engines_that_evict_earlier_than_they_say_are_believed() -> None:
+    # Room for ten prompts by its own word; it reports twenty times that nothing was cached of what should have been.
+    p = worker_view("p").incarnation
+    made = router(worker_view("p"), *DECODE, prefix_worker_tokens=100 * BLOCK)
+    for name in range(10):
+        pair(made, prompt(name))
+    assert pair(made, prompt(0)).expected_cached_tokens > 0
+    for _ in range(20):
+        made.prompt_computed(p, expected_cached_tokens=0, cached_tokens=0)
+    assert pair(made, prompt(1)).expected_cached_tokens > 0, "nothing was expected, so nothing was missed"
+    for _ in range(20):
+        made.prompt_computed(p, expected_cached_tokens=10 * BLOCK, cached_tokens=0)
+    assert pair(made, prompt(5)).expected_cached_tokens == 0, "of ten prompts the last is left"
+    assert pair(made, prompt(5)).expected_cached_tokens > 0
+
+
+def test_the_capacity_a_worker_states_is_used() -> None:
+    small = worker_view("p", kv_capacity_tokens=20 * BLOCK)
+    made = router(small, *DECODE)
+    for name in range(3):
+        pair(made, prompt(name))
+    assert pair(made, prompt(0)).expected_cached_tokens == 0, "two prompts of ten blocks fit"
+
+
+# The others -----------------------------------------------------------------------------------------------------------
+
+
+def test_power_of_two_takes_the_less_loaded_of_two_and_never_the_worst() -> None:
+    made = router(policy="power_of_two")
+    made.load.charge(PREFILL[0].incarnation, 1000)
+    seen = Counter(pair(made, prompt(1)).prefill.worker_id for _ in range(300))
+    assert "p0" not in seen
+    assert min(seen[view.worker_id] for view in PREFILL[1:]) > 60
+
+
+def test_power_of_two_finds_the_last_acceptable_worker() -> None:
+    made = router(policy="power_of_two")
+    exclude = frozenset(v.incarnation for v in PREFILL[1:])
+    for _ in range(20):
+        assert pair(made, prompt(1), exclude=exclude).prefill == PREFILL[0]
+
+
+def test_round_robin_gives_everybody_the_same_number() -> None:
+    made = router(policy="round_robin")
+    made.load.charge(PREFILL[0].incarnation, 1000)
+    seen = Counter(pair(made, prompt(1)).prefill.worker_id for _ in range(40))
+    assert set(seen.values()) == {10}
+
+
+def test_a_session_stays_and_every_gateway_agrees() -> None:
+    homes: dict[str, str] = {}
+    for seed in (1, 2):
+        made = router(policy="session_affinity", seed=seed, idle_tokens=10**9)
+        for name in range(50):
+            session = f"s{name}"
+            first = pair(made, prompt(1), session=session).prefill.worker_id
+            assert homes.setdefault(session, first) == first
+            assert pair(made, prompt(2), session=session).prefill.worker_id == first
+    assert len(set(homes.values())) == len(PREFILL)
+
+
+def test_a_worker_that_leaves_moves_only_its_own_sessions() -> None:
+    made = router(policy="session_affinity", idle_tokens=10**9)
+    sessions = [f"s{i}" for i in range(60)]
+    before = {s: pair(made, prompt(1), session=s).prefill.worker_id for s in sessions}
+    made.update((*PREFILL[1:], *DECODE))
+    after = {s: pair(made, prompt(1), session=s).prefill.worker_id for s in sessions}
+    assert {s for s in sessions if before[s] != after[s]} == {s for s in sessions if before[s] == "p0"}
+
+
+def test_a_session_leaves_a_loaded_worker_for_its_next_one() -> None:
+    made = router(policy="session_affinity", idle_tokens=0)
+    home = pair(made, prompt(1), session="s").prefill
+    made.load.charge(home.incarnation, 100_000)
+    away = {pair(made, prompt(1), session="s").prefill.worker_id for _ in range(10)}
+    assert len(away) == 1
+    assert home.worker_id not in away
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("policy", "cache_aware"), ("decode_policy", "prefix_aware"), ("max_load_ratio", 0.5), ("prefix_block_tokens", 0)],
+)
+def test_a_setting_that_is_not_accepted_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RoutingSettings(**{field: value})
+    assert caught.value.errors()[0]["loc"] == (field,)
+
+
+def test_only_a_policy_that_needs_them_has_blocks_hashed() -> None:
+    assert router(policy="least_loaded").ask(prompt(1), "s") == Ask(tokens=10 * BLOCK, session="s")
+    assert len(router().ask(prompt(1), "").blocks) == 10
+
+
+# Retries --------------------------------------------------------------------------------------------------------------
+
+
+def test_retries_are_a_tenth_of_the_requests_and_a_reserve() -> None:
+    budget = RetryBudget(share=0.1, reserve=5)
+    assert [budget.take() for _ in range(6)] == [True] * 5 + [False]
+    granted = 0
+    for _ in range(1000):
+        budget.began()
+        granted += budget.take()
+    assert granted == 100
+
+
+def test_quiet_times_save_no_more_than_the_reserve() -> None:
+    budget = RetryBudget(share=0.1, reserve=2)
+    for _ in range(1000):
+        budget.began()
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    assert not RetryBudget(share=0.1, reserve=0).take()
