@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.compare.proof.virtual_time import run_virtual
 from kvtransfer.transports.faulty import Fault, FaultyTransport, seeded
 from protos.errors import SplitpointError
 from protos.ids import new_capability, new_transfer_id, token_hash
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 from tests.support.kv_nodes import BLOCK_BYTES, fresh, prompt_bytes, small_settings
 from tests.support.virtual_nodes import Network, VirtualNode, explained
-from tests.support.virtual_time import run_virtual
 
 SCHEDULES = 1000
 GROUP = 100

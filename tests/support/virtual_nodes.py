@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from coordinator.compare.proof.virtual_time import Inline
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control_service import KvControlServicer
 from kvtransfer.push import KvTransferServicer
@@ -23,7 +24,6 @@ from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 from tests.support.kv_nodes import TOKEN, make_node
-from tests.support.virtual_time import Inline
 
 BUFFERED = 2
 """Messages of a stream that are on their way at once."""
