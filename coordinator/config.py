@@ -158,6 +158,18 @@ class Settings(BaseModel):
             raise ConfigError(problems)
         return self
 
+    def with_pools(self, pools: Mapping[str, PoolSettings]) -> Settings:
+        """The same configuration with other pools.
+
+        Raises:
+            ConfigError: they are refused; every problem names its path.
+        """
+        parts = {name: getattr(self, name) for name in type(self).model_fields}
+        try:
+            return Settings.model_validate({**parts, "pools": dict(pools)})
+        except ValidationError as error:
+            raise ConfigError(_problems(error, Settings, "", {})) from error
+
     def engine_of(self, pool: str) -> EngineSettings:
         """The engine settings of one pool's workers: the common ones with the pool's overrides.
 
@@ -228,6 +240,27 @@ def load(
     engine = settings.engine.model_copy(update={"model_path": settings.engine.model_path.expanduser().absolute()})
     coordinator = settings.coordinator.model_copy(update={"state_dir": settings.coordinator.state_dir.expanduser().absolute()})
     return settings.model_copy(update={"engine": engine, "coordinator": coordinator})
+
+
+def load_pools(file: Path) -> tuple[dict[str, PoolSettings], list[str]]:
+    """The pools of a TOML file, and the names of its other tables, which are not looked at.
+
+    Raises:
+        ConfigError: unreadable file, no pools, or a bad key or value of one.
+    """
+    ((origin, tree),) = _layers(file, (), {})
+    tables = tree.get("pools")
+    if not isinstance(tables, Mapping) or not tables:
+        raise ConfigError([f"{file}: no pools: write one table [pools.NAME] for each"])
+    pools, problems = {}, []
+    for name, table in _parse_sizes(tables, "pools.", {}).items():
+        try:
+            pools[name] = PoolSettings.model_validate(table)
+        except ValidationError as error:
+            problems += [f"{line} (from {origin})" for line in _problems(error, PoolSettings, f"pools.{name}.", {})]
+    if problems:
+        raise ConfigError(problems)
+    return pools, sorted(tree.keys() - {"pools"})
 
 
 def parse_bytes(text: str) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 import grpc.aio
+from pydantic import ValidationError
 
-from coordinator.pools.reconcile import PoolTarget
+from coordinator.config import PoolSettings
+from coordinator.pools.plan import Step
+from coordinator.pools.records import PoolTarget
 from coordinator.pools.reports import Beat, GatewayReport, ProcessRef, Resources
 from coordinator.routing.views import WorkerState, WorkerView
 from protos.errors import Code, SplitpointError, invalid
@@ -24,7 +28,9 @@ class AdminBackend(Protocol):
 
     async def status(self) -> admin_pb2.GetStatusResponse: ...
 
-    async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus: ...
+    async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse: ...
+
+    async def apply_pools(self, request: admin_pb2.ApplyPoolsRequest) -> admin_pb2.ApplyPoolsResponse: ...
 
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus: ...
 
@@ -51,8 +57,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 raise invalid("pool", "pool is missing: name one")
             if request.replicas > MAX_REPLICAS:
                 raise invalid("replicas", f"replicas must be 0 to {MAX_REPLICAS}, got {request.replicas}")
-            current = request.current_replicas if request.HasField("current_replicas") else None
-            return admin_pb2.ScalePoolResponse(pool=await self._backend.scale(request.pool, request.replicas, current))
+            return await self._backend.scale(request)
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def ApplyPools(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            pools_of(request.pools)
+            return await self._backend.apply_pools(request)
         except SplitpointError as error:
             await abort(context, error)
 
@@ -97,6 +109,7 @@ def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus
         detail=view.detail,
         transports=view.transports,
         metrics_address=beat.metrics_address if beat is not None else "",
+        former_legs=beat.former_legs if beat is not None else 0,
         resources=_resources(beat.resources, beat.processes) if beat is not None and beat.resources is not None else None,
     )
 
@@ -119,8 +132,54 @@ def _resources(held: Resources, processes: Sequence[ProcessRef]) -> admin_pb2.Wo
     )
 
 
-def pool_status(target: PoolTarget, views: Sequence[WorkerView], failures: int, detail: str) -> admin_pb2.PoolStatus:
-    """One pool's target beside what it has; `failures` starts failed in a row, the last for the reason `detail`."""
+def pools_of(specs: Iterable[admin_pb2.PoolSpec]) -> dict[str, PoolSettings]:
+    """A desired set as it was sent.
+
+    Raises:
+        SplitpointError: `INVALID_VALUE` names what is wrong.
+    """
+    pools: dict[str, PoolSettings] = {}
+    for spec in specs:
+        if spec.name in pools:
+            raise invalid("pools", f"pool {spec.name!r} is there twice")
+        if spec.replicas > MAX_REPLICAS:
+            raise invalid("pools", f"pools.{spec.name}.replicas must be 0 to {MAX_REPLICAS}, got {spec.replicas}")
+        try:
+            engine = json.loads(spec.engine_json) if spec.engine_json else {}
+            pools[spec.name] = PoolSettings.model_validate({"role": spec.role, "replicas": spec.replicas, "engine": engine})
+        except json.JSONDecodeError as error:
+            raise invalid("pools", f"pools.{spec.name}.engine is not JSON: {error}") from error
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = ".".join(str(part) for part in ("pools", spec.name, *fault["loc"]))
+            raise invalid("pools", f"{where}: {fault['msg']}, got {fault['input']!r}") from error
+    if not pools:
+        raise invalid("pools", "pools is empty: name at least one")
+    return pools
+
+
+def pool_specs(pools: Mapping[str, PoolSettings]) -> list[admin_pb2.PoolSpec]:
+    """The other direction of `pools_of`."""
+    return [
+        admin_pb2.PoolSpec(name=name, role=pool.role.value, replicas=pool.replicas, engine_json=_engine_json(pool.engine))
+        for name, pool in pools.items()
+    ]
+
+
+def plan(steps: Iterable[Step]) -> list[admin_pb2.WorkerPlan]:
+    """For the wire."""
+    return [admin_pb2.WorkerPlan(**asdict(step)) for step in steps]
+
+
+def _engine_json(engine: Mapping[str, Any]) -> str:
+    return json.dumps(engine, sort_keys=True) if engine else ""
+
+
+def pool_status(
+    target: PoolTarget, engine: Mapping[str, Any], views: Sequence[WorkerView], failures: int, detail: str
+) -> admin_pb2.PoolStatus:
+    """One pool's target beside what it has; `engine` are its own arguments, `failures` starts failed in a row, the last for
+    the reason `detail`."""
     states = [view.state for view in views if view.pool == target.name]
     return admin_pb2.PoolStatus(
         name=target.name,
@@ -131,6 +190,7 @@ def pool_status(target: PoolTarget, views: Sequence[WorkerView], failures: int, 
         draining=states.count(WorkerState.DRAINING),
         failures=failures,
         detail=detail if failures else "",
+        engine_json=_engine_json(engine),
     )
 
 

@@ -11,7 +11,8 @@ import secrets
 from dataclasses import dataclass, replace
 
 from coordinator.config import Settings
-from coordinator.pools.reconcile import Backoff, Rules, WorkerRecord
+from coordinator.pools.reconcile import Backoff, Rules
+from coordinator.pools.records import WorkerRecord
 from coordinator.pools.reports import Beat
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation, WorkerId
@@ -36,6 +37,7 @@ def rules_of(settings: Settings) -> Rules:
         start_timeout_s=settings.engine.start_timeout_s + 30.0,
         restart_backoff_s=c.restart_backoff_s,
         restart_backoff_max_s=c.restart_backoff_max_s,
+        whole_roles=frozenset(role for tier in settings.gateway.routing.colocated_roles for role in tier),
     )
 
 
@@ -44,7 +46,6 @@ class Member:
     """One known worker. `beat` is None until it has been heard."""
 
     record: WorkerRecord
-    role: Role
     slot: int
     beat: Beat | None = None
     ready_s: float | None = None
@@ -62,7 +63,7 @@ class Member:
                 worker_id=record.worker_id,
                 incarnation=Incarnation(""),
                 pool=record.pool,
-                role=self.role,
+                role=record.role,
                 state=record.state,
                 address="",
                 pid=0,
@@ -75,7 +76,8 @@ class Member:
         age_s = now_s - (record.heartbeat_s if record.heartbeat_s is not None else record.created_s)
         return replace(
             self.beat.view,
-            role=self.role,
+            pool=record.pool,
+            role=record.role,
             state=record.state,
             heartbeat_age_s=max(0.0, age_s),
             detail=detail or self.beat.view.detail,
@@ -94,13 +96,14 @@ class Fleet:
         self.epoch = secrets.token_hex(4)
         """Names this table's life: versions rise within it and mean nothing in another."""
         self.version = 0
-        self._last_change = 0
+        self.last_change = 0
+        """The version that gateways must know to choose right."""
         self._changed = asyncio.Event()
 
     async def newer(self, epoch: str, version: int, timeout_s: float) -> None:
         """Returns at once when the membership has changed since `version` of `epoch`, else on its next change, at the
         latest after `timeout_s`. Loads alone, which come with every heartbeat, raise the version but wake nobody."""
-        if epoch == self.epoch and version >= self._last_change:
+        if epoch == self.epoch and version >= self.last_change:
             await self.next_change(timeout_s)
 
     async def next_change(self, timeout_s: float) -> None:
@@ -112,16 +115,19 @@ class Fleet:
 
     def _bump(self) -> None:
         self.version += 1
-        self._last_change = self.version
+        self.last_change = self.version
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def created(self, worker_id: WorkerId, pool: str, role: Role, slot: int, now_s: float) -> None:
-        """An actor with this id exists or is being made. Idempotent."""
+    def created(
+        self, worker_id: WorkerId, pool: str, role: Role, slot: int, now_s: float, *, engine: str | None = None, ranks: int = 1
+    ) -> None:
+        """An actor with this id exists or is being made. Idempotent. `engine`: None until it says what it was started with."""
         if worker_id in self.members or worker_id in self._gone:
             return
-        record = WorkerRecord(worker_id=worker_id, pool=pool, state=WorkerState.STARTING, created_s=now_s)
-        self.members[worker_id] = Member(record=record, role=role, slot=slot)
+        state = WorkerState.STARTING
+        record = WorkerRecord(worker_id=worker_id, pool=pool, role=role, state=state, created_s=now_s, engine=engine, ranks=ranks)
+        self.members[worker_id] = Member(record=record, slot=slot)
         self._bump()
 
     def heard(self, beat: Beat, now_s: float) -> bool:
@@ -151,7 +157,16 @@ class Fleet:
             idle_since_s = record.idle_since_s if record.idle_since_s is not None else now_s
         member.beat = beat
         member.slot = beat.slot
-        member.record = replace(record, state=state, heartbeat_s=now_s, drain_since_s=drain_since_s, idle_since_s=idle_since_s)
+        member.record = replace(
+            record,
+            state=state,
+            engine=beat.engine,
+            ranks=beat.ranks,
+            label_heard=(beat.view.pool, beat.view.role) == (record.pool, record.role),
+            heartbeat_s=now_s,
+            drain_since_s=drain_since_s,
+            idle_since_s=idle_since_s,
+        )
         self._end_series(member, now_s)
         new = member.view(now_s)
         self.version += 1
@@ -194,6 +209,21 @@ class Fleet:
         changed = record.state is not state
         member.record = replace(record, state=state, draining_until_s=earlier)
         if changed:
+            self._bump()
+
+    def relabel(self, worker_id: WorkerId, pool: str, role: Role) -> None:
+        """It serves `pool` from now on: gateways offer it that pool's legs at once, what it has runs to its end. Idempotent."""
+        member = self.members.get(worker_id)
+        if member is None or (member.record.pool, member.record.role) == (pool, role):
+            return
+        member.record = replace(member.record, pool=pool, role=role, label_heard=False)
+        self._bump()
+
+    def cordon(self, worker_id: WorkerId, cordoned: bool) -> None:
+        """Whether it is offered nothing new. Idempotent."""
+        member = self.members.get(worker_id)
+        if member is not None and member.record.cordoned is not cordoned:
+            member.record = replace(member.record, cordoned=cordoned)
             self._bump()
 
     def stopping(self, worker_id: WorkerId) -> None:
@@ -241,4 +271,4 @@ class Fleet:
 
 def _membership(view: WorkerView) -> tuple[object, ...]:
     """What gateways must hear of at once; loads may be a heartbeat old."""
-    return (view.incarnation, view.role, view.state, view.address, view.ranks, view.fingerprint)
+    return (view.incarnation, view.pool, view.role, view.state, view.address, view.ranks, view.fingerprint)

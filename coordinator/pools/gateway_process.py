@@ -27,6 +27,7 @@ from coordinator.manifest import versions
 from coordinator.pools.admin import AdminBackend, AdminServicer
 from coordinator.pools.process import open_files
 from coordinator.pools.reports import GatewayReport
+from coordinator.routing.views import WorkerState
 from kvtransfer.rpc import host_port
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
@@ -90,7 +91,9 @@ class GatewayProcess:
     def report(self) -> GatewayReport:
         """As it is now; only after `start`."""
         assert self.core is not None
-        applied_s = self.core.membership.applied_s
+        membership = self.core.membership
+        applied_s = membership.applied_s
+        ready = [view for view in membership.views if view.state is WorkerState.READY]
         return GatewayReport(
             gateway_id=self._id,
             http_address=self._addresses["http"],
@@ -102,6 +105,9 @@ class GatewayProcess:
             open_files=open_files([os.getpid()]),
             membership_age_s=time.monotonic() - applied_s if applied_s is not None else float("inf"),
             ready=self.core.ready(),
+            epoch=membership.epoch,
+            version=membership.version,
+            unconnected=tuple(view.worker_id for view in ready if not membership.connected(view.incarnation)),
             open_circuits=tuple(self.core.open_circuits()),
         )
 

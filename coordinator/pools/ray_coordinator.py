@@ -15,10 +15,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from coordinator.config import served_model_name
 from coordinator.pools import admin
+from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, Member, rules_of
 from coordinator.pools.probe import answers
 from coordinator.pools.process import log_to
@@ -31,7 +32,8 @@ from coordinator.pools.ray_fleet import (
     live_workers,
     wait_death,
 )
-from coordinator.pools.ray_gateway import GATEWAY_PREFIX, create_gateway, drain_gateways, restart_gateway
+from coordinator.pools.ray_gateway import drain_gateways
+from coordinator.pools.ray_gateways import Gateways
 from coordinator.pools.ray_worker import WorkerActor
 from coordinator.pools.reconcile import (
     Action,
@@ -40,16 +42,16 @@ from coordinator.pools.reconcile import (
     DrainWorker,
     FenceWorker,
     ForgetWorker,
-    PoolTarget,
     ProbeWorker,
+    RelabelWorker,
     StartWorker,
     StopWorker,
-    check_scale,
     reconcile,
 )
-from coordinator.pools.reports import Beat, CoordinatorSpec, GatewayReport, WorkerFacts, WorkerSpec
+from coordinator.pools.records import PoolTarget
+from coordinator.pools.reports import Beat, CoordinatorSpec, WorkerFacts, WorkerSpec
 from coordinator.pools.store import Store
-from coordinator.routing.views import WorkerState, WorkerView
+from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
 from protos.splitpoint.v1 import admin_pb2
@@ -69,16 +71,15 @@ class CoordinatorActor:
         self._worker_class = ray.remote(WorkerActor)
         self._rules = rules_of(spec.settings)
         self._store = Store(spec.settings.coordinator.state_dir / "state.sqlite3")
-        targets = [PoolTarget(name=n, role=p.role, replicas=p.replicas) for n, p in spec.settings.pools.items()]
-        self._first_life = self._store.begin_run(spec.run_id, targets)
+        self._first_life = self._store.begin_run(spec.run_id, spec.settings.pools)
         self._fleet = Fleet()
+        self._pools = DesiredPools(spec.settings, self._store, self._fleet, self._rules.whole_roles)
         self._handles: dict[WorkerId, ActorHandle] = {}
         self._deaths = Deaths(self._store, self._fleet, self._handles, self._rules.heartbeat_interval_s)
         self._busy: dict[WorkerId, asyncio.Task[None]] = {}
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
-        self._gateways: dict[str, GatewayReport] = {}
-        self._gateway_faults: dict[str, str] = {}
+        self._gateways = Gateways(spec, self._rules.heartbeat_interval_s)
         self._ending = False
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
@@ -94,10 +95,11 @@ class CoordinatorActor:
             self._wake.clear()
             now_s = time.monotonic()
             actual = Actual(workers=self._fleet.records(), backoff=self._fleet.backoff)
-            targets = [] if self._ending else self._store.targets()
-            for action in reconcile(targets, actual, now_s, self._rules):
+            targets = () if self._ending else self._pools.targets
+            for action in reconcile(targets, actual, now_s, self._rules, budget_ranks=self._pools.present.budget_ranks):
                 self._carry_out(action, now_s)
-            self._spawn_gateways()
+            if not self._ending:
+                self._gateways.keep()
             try:
                 await asyncio.wait_for(self._wake.wait(), self._rules.heartbeat_interval_s)
             except TimeoutError:
@@ -121,14 +123,13 @@ class CoordinatorActor:
         while wanted - set(self._fleet.members) and time.monotonic() < until_s:
             await self._fleet.next_change(until_s - time.monotonic())
         for worker_id in wanted - set(self._fleet.members):
-            # Silent ones: alive and loading, stopped, or dead. Their pool is in their id; the rest follows by itself.
-            pool = worker_id.rpartition("-")[0]
-            target = next((t for t in self._store.targets() if t.name == pool), None)
-            if target is not None:
-                self._fleet.created(worker_id, pool, target.role, self._fleet.free_slot(), now_s)
+            # Silent ones: alive and loading, stopped, or dead. The rest follows by itself.
+            if (target := self._pools.home(worker_id)) is not None:
+                self._fleet.created(worker_id, target.name, target.role, self._fleet.free_slot(), now_s)
         self._deaths.resume(found)
         for worker_id, left_s in self._store.draining().items():
             self._fleet.drain(worker_id, time.monotonic() + max(0.0, left_s))
+        self._pools.resume_cordons()
         if found:
             log.info("restarted; %d of %d workers answered", len(self._fleet.members), len(found))
 
@@ -136,6 +137,9 @@ class CoordinatorActor:
         if isinstance(action, StartWorker):
             self._start(action.pool, now_s)
             return
+        if isinstance(action, RelabelWorker):
+            # All of a pass are in one version of the membership; that the worker hears of it itself may take longer.
+            self._pools.relabel(action.worker_id, action.pool, action.role, action.reason)
         if action.worker_id in self._busy:
             return
         match action:
@@ -144,6 +148,8 @@ class CoordinatorActor:
             case DrainWorker(worker_id, reason):
                 self._begin_drain(worker_id, self._spec.settings.coordinator.drain_timeout_s, reason)
                 work = self._tell_drain(worker_id)
+            case RelabelWorker(worker_id, pool, role):
+                work = self._tell_label(worker_id, pool, role)
             case StopWorker(worker_id, reason, timed_out):
                 if timed_out:
                     log.warning("worker %s: %s; what it still holds is ended", worker_id, reason)
@@ -167,17 +173,18 @@ class CoordinatorActor:
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def _start(self, pool: str, now_s: float) -> None:
-        target = next(t for t in self._store.targets() if t.name == pool)
+        target = next(t for t in self._pools.targets if t.name == pool)
         worker_id = self._store.next_worker_id(pool)
         slot = self._fleet.free_slot()
-        self._fleet.created(worker_id, pool, target.role, slot, now_s)
+        self._fleet.created(worker_id, pool, target.role, slot, now_s, engine=target.engine, ranks=target.ranks)
         spec = WorkerSpec(
             worker_id=worker_id,
             pool=pool,
             role=target.role,
             slot=slot,
-            settings=self._spec.settings,
+            settings=self._pools.present.settings,
             log_dir=self._spec.log_dir,
+            engine=target.engine,
         )
         log.info("starting worker %s", worker_id)
         self._busy[worker_id] = asyncio.get_running_loop().create_task(self._guard(worker_id, self._create(spec)))
@@ -221,6 +228,11 @@ class CoordinatorActor:
         if handle is not None:
             await asyncio.wait_for(handle.drain.remote(), _CALL_TIMEOUT_S)
 
+    async def _tell_label(self, worker_id: WorkerId, pool: str, role: Role) -> None:
+        handle, member = self._handles.get(worker_id), self._fleet.members.get(worker_id)
+        if handle is not None and member is not None and member.beat is not None:
+            await asyncio.wait_for(handle.relabel.remote(pool, role), _CALL_TIMEOUT_S)
+
     async def _stop(self, worker_id: WorkerId, reason: str) -> None:
         """Let it end its engine in order, then make sure."""
         self._fleet.stopping(worker_id)
@@ -249,30 +261,6 @@ class CoordinatorActor:
         self._deaths.tell()
         log.info("worker %s is gone: %s", worker_id, reason)
 
-    # -- gateways ------------------------------------------------------------------------------------------------------
-
-    def _spawn_gateways(self) -> None:
-        for index in range(self._spec.settings.coordinator.gateways):
-            key = WorkerId(f"{GATEWAY_PREFIX}{index}")
-            if key not in self._busy and not self._ending:
-                self._busy[key] = asyncio.get_running_loop().create_task(self._ask_gateway(key, index))
-
-    async def _ask_gateway(self, key: WorkerId, index: int) -> None:
-        """Make it if it is not there (Ray restarts it by itself) and hear how it is."""
-        try:
-            handle = await asyncio.to_thread(create_gateway, key, index, self._spec.settings, self._spec.log_dir)
-            self._gateways[key] = await asyncio.wait_for(handle.report.remote(), 60.0)
-            self._gateway_faults.pop(key, None)
-        except (RayError, TimeoutError, ValueError) as error:
-            self._gateways.pop(key, None)
-            if isinstance(error, RayTaskError):
-                self._gateway_faults[key] = f"{key}: {error.cause}"
-                await asyncio.to_thread(restart_gateway, key)
-            log.warning("gateway %s: %s: %s", key, type(error).__name__, error)
-        finally:
-            await asyncio.sleep(self._rules.heartbeat_interval_s)
-            self._busy.pop(key, None)
-
     # -- called by workers and gateways --------------------------------------------------------------------------------
 
     async def heartbeat(self, beat: Beat) -> bool:
@@ -300,28 +288,43 @@ class CoordinatorActor:
     async def status(self) -> admin_pb2.GetStatusResponse:
         await self._ready.wait()
         views = self._fleet.views(time.monotonic())
-        model = served_model_name(self._spec.settings)
-        pools = [self._pool_status(target, views) for target in self._store.targets()]
+        pools = [self._pool_status(target, views) for target in self._pools.targets]
         beats = {m.record.worker_id: m.beat for m in self._fleet.members.values() if m.beat is not None}
-        return admin.status(pools, views, beats, list(self._gateways.values()), model)
+        reply = admin.status(pools, views, beats, list(self._gateways.reports.values()), served_model_name(self._spec.settings))
+        reply.version = self._pools.present.version
+        reply.unsettled.extend(self._pools.unsettled(self._gateways.reports.values()))
+        return reply
 
     def _pool_status(self, target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
         backoff = self._fleet.backoff.get(target.name, Backoff())
-        return admin.pool_status(target, views, backoff.failures, self._fleet.failures.get(target.name, ""))
+        engine = self._pools.present.settings.pools[target.name].engine
+        return admin.pool_status(target, engine, views, backoff.failures, self._fleet.failures.get(target.name, ""))
 
     async def gateway_faults(self) -> list[str]:
         """Why gateways cannot start, one line each."""
-        return list(self._gateway_faults.values())
+        return list(self._gateways.faults.values())
 
-    async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus:
-        """Raises `SplitpointError`: `NOT_FOUND`, `CONFLICT`."""
+    async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
+        """Raises `SplitpointError`: see `DesiredPools.scale`."""
         await self._ready.wait()
-        whole = frozenset(role for tier in self._spec.settings.gateway.routing.colocated_roles for role in tier)
-        target = check_scale(self._store.targets(), pool, replicas, current, whole)
-        self._store.put_target(target)
-        log.info("pool %s is to have %d workers", pool, replicas)
+        target, steps = self._pools.scale(
+            request.pool,
+            request.replicas,
+            current=request.current_replicas if request.HasField("current_replicas") else None,
+            expected=request.expected_version if request.HasField("expected_version") else None,
+            dry_run=request.dry_run,
+        )
         self._wake.set()
-        return self._pool_status(target, self._fleet.views(time.monotonic()))
+        status = self._pool_status(target, self._fleet.views(time.monotonic()))
+        return admin_pb2.ScalePoolResponse(pool=status, plan=admin.plan(steps), version=self._pools.present.version)
+
+    async def apply_pools(self, request: admin_pb2.ApplyPoolsRequest) -> admin_pb2.ApplyPoolsResponse:
+        """Raises `SplitpointError`: see `DesiredPools.apply`."""
+        await self._ready.wait()
+        expected = request.expected_version if request.HasField("expected_version") else None
+        steps = self._pools.apply(admin.pools_of(request.pools), expected=expected, dry_run=request.dry_run)
+        self._wake.set()
+        return admin_pb2.ApplyPoolsResponse(plan=admin.plan(steps), version=self._pools.present.version)
 
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
         """Returns when the worker is gone. Its pool's target stays, so a replacement follows. `timeout_s` 0: the default.
@@ -330,10 +333,7 @@ class CoordinatorActor:
             SplitpointError: `NOT_FOUND`.
         """
         await self._ready.wait()
-        key = WorkerId(worker_id)
-        if key not in self._fleet.members:
-            known = ", ".join(self._fleet.members) or "none"
-            raise SplitpointError(Code.NOT_FOUND, f"no worker {worker_id!r}; workers: {known}", param="worker_id")
+        key = self._pools.worker(worker_id)
         self._begin_drain(key, timeout_s or self._spec.settings.coordinator.drain_timeout_s, "asked for")
         self._wake.set()
         while key in self._fleet.members:
@@ -348,7 +348,7 @@ class CoordinatorActor:
                 has blocks in use and kept them.
         """
         await self._ready.wait()
-        ready = admin.ready_of(pools, self._store.targets(), self._fleet.views(time.monotonic()))
+        ready = admin.ready_of(pools, self._pools.targets, self._fleet.views(time.monotonic()))
         if strangers := [w for w in ready if w not in self._handles]:
             raise admin.unavailable(f"it has no connection to {', '.join(strangers)} yet")
         done: list[bool] = await asyncio.gather(*(self._handles[w].reset_prefix_cache.remote() for w in ready))
@@ -379,7 +379,7 @@ class CoordinatorActor:
         gone, at the latest shortly after `timeout_s`."""
         self._ending = True
         end_s = time.monotonic() + timeout_s
-        await drain_gateways(list(self._gateways), timeout_s)
+        await drain_gateways(list(self._gateways.reports), timeout_s)
         timeout_s = max(1.0, end_s - time.monotonic())
         for worker_id, member in list(self._fleet.members.items()):
             if member.record.state is not WorkerState.STARTING:

@@ -65,8 +65,11 @@ class CoordinatorBackend:
     async def status(self) -> admin_pb2.GetStatusResponse:
         return await _ask(lambda c: c.status.remote())
 
-    async def scale(self, pool: str, replicas: int, current: int | None) -> admin_pb2.PoolStatus:
-        return await _ask(lambda c: c.scale.remote(pool, replicas, current))
+    async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
+        return await _ask(lambda c: c.scale.remote(request))
+
+    async def apply_pools(self, request: admin_pb2.ApplyPoolsRequest) -> admin_pb2.ApplyPoolsResponse:
+        return await _ask(lambda c: c.apply_pools.remote(request))
 
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
         return await _ask(lambda c: c.drain.remote(worker_id, timeout_s), None)

@@ -14,6 +14,7 @@ from coordinator.pools.ray_cluster import NAMESPACE
 from coordinator.pools.ray_nodes import process_tree
 from coordinator.pools.reports import Beat, WorkerFacts, WorkerSpec
 from coordinator.pools.worker_process import Host, WorkerProcess
+from coordinator.routing.views import Role
 
 _PUSH_TIMEOUT_S = 3.0
 _COORDINATOR = "coordinator"
@@ -48,6 +49,9 @@ class WorkerActor:
 
     async def drain(self) -> None:
         self._process.drain()
+
+    async def relabel(self, pool: str, role: Role) -> None:
+        self._process.relabel(pool, role)
 
     async def stop(self, reason: str) -> None:
         """Returns when the engine has stopped; the process exits soon after."""

@@ -5,7 +5,7 @@ them out and feeds what happened back in as `WorkerRecord`s. Decisions look at l
 repeated, or that follows a coordinator's restart, comes to the same answer.
 
 Life of a worker: `STARTING -> READY -> DRAINING -> stopped`, and from each of them `DEAD`. A dead worker is never revived;
-its replacement has a new id and a new incarnation.
+its replacement has a new id and a new incarnation. Which worker serves which pool is `assign`'s to say.
 """
 
 from __future__ import annotations
@@ -13,41 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from coordinator.pools.assign import Assigned, Fate, assign
+from coordinator.pools.records import PoolTarget, WorkerRecord
 from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolTarget:
-    """What the operator wants of one pool."""
-
-    name: str
-    role: Role
-    replicas: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRecord:
-    """What is known of one worker. All times are seconds on the coordinator's monotonic clock.
-
-    `heartbeat_s` is when the last heartbeat arrived. `probed_s` is when the last data-plane probe ended and
-    `failed_probes` how many have failed in a row up to then. `drain_since_s` is when this worker confirmed that it refuses
-    new legs; `idle_since_s` when its heartbeats began to report no request and no lease after that. `draining_until_s` is
-    set as soon as a drain is wanted. `dead_reason` is set when its process is known to be gone.
-    """
-
-    worker_id: WorkerId
-    pool: str
-    state: WorkerState
-    created_s: float
-    heartbeat_s: float | None = None
-    probed_s: float | None = None
-    failed_probes: int = 0
-    draining_until_s: float | None = None
-    drain_since_s: float | None = None
-    idle_since_s: float | None = None
-    dead_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +50,8 @@ class Rules:
     start_timeout_s: float
     restart_backoff_s: float
     restart_backoff_max_s: float
+    whole_roles: frozenset[Role] = frozenset(Role)
+    """Roles that are offered whole requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +66,16 @@ class DrainWorker:
     """Tell `worker_id` to refuse new legs; it is stopped once idle."""
 
     worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RelabelWorker:
+    """`worker_id` serves `pool` in `role` from now on; what it has of its former role runs to its end there."""
+
+    worker_id: WorkerId
+    pool: str
+    role: Role
     reason: str
 
 
@@ -129,7 +111,7 @@ class ForgetWorker:
     reason: str
 
 
-Action = StartWorker | DrainWorker | ProbeWorker | StopWorker | FenceWorker | ForgetWorker
+Action = StartWorker | DrainWorker | RelabelWorker | ProbeWorker | StopWorker | FenceWorker | ForgetWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,26 +122,38 @@ class Actual:
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
 
 
-def reconcile(targets: Iterable[PoolTarget], actual: Actual, now_s: float, rules: Rules) -> list[Action]:
-    """The actions that bring `actual` closer to `targets`. At most one action per worker and pass."""
-    by_name = {target.name: target for target in targets}
-    actions: list[Action] = []
-    alive: dict[str, list[WorkerRecord]] = {name: [] for name in by_name}
+def reconcile(
+    targets: Iterable[PoolTarget], actual: Actual, now_s: float, rules: Rules, *, budget_ranks: int = 0
+) -> list[Action]:
+    """The actions that bring `actual` closer to `targets`. At most one action per worker and pass.
+
+    `budget_ranks`: see `assign`.
+    """
+    wanted = list(targets)
+    alive: list[WorkerRecord] = []
+    urgent: dict[WorkerId, Action] = {}
     for worker in actual.workers:
         action = _liveness(worker, now_s, rules)
         if action is None and worker.state is WorkerState.DRAINING:
             action = _drained(worker, now_s, rules)
         if action is None and worker.state is WorkerState.STARTING and worker.draining_until_s is not None:
             action = StopWorker(worker.worker_id, "drained before it served")
-        if action is None and worker.pool not in by_name:
-            action = _surplus(worker, f"pool {worker.pool} is gone")
         if action is not None:
-            actions.append(action)
-        if not isinstance(action, ForgetWorker) and worker.pool in alive:
-            alive[worker.pool].append(worker)
-    acted = {action.worker_id for action in actions if not isinstance(action, StartWorker)}
-    for target in by_name.values():
-        actions.extend(_count(target, alive[target.name], acted, actual.backoff.get(target.name, Backoff()), now_s, rules))
+            urgent[worker.worker_id] = action
+        if not isinstance(action, ForgetWorker):
+            alive.append(worker)
+    assignment = assign(wanted, alive, budget_ranks=budget_ranks, whole_roles=rules.whole_roles)
+    for worker_id, assigned in assignment.workers.items():
+        action = _fated(assigned)
+        # A new label is one message, so that pools change together; a probe that is due can wait for the next pass.
+        if action is not None and (
+            worker_id not in urgent or (isinstance(action, RelabelWorker) and isinstance(urgent[worker_id], ProbeWorker))
+        ):
+            urgent[worker_id] = action
+    actions = list(urgent.values())
+    for target in wanted:
+        backoff = actual.backoff.get(target.name, Backoff())
+        actions.extend(_starts(target, assignment.startable[target.name], backoff, now_s, rules))
     return actions
 
 
@@ -225,29 +219,19 @@ def _drained(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None:
     return None
 
 
-def _surplus(worker: WorkerRecord, reason: str) -> Action | None:
-    if worker.state is WorkerState.STARTING:
-        return StopWorker(worker.worker_id, reason)
-    if worker.state is WorkerState.READY:
-        return DrainWorker(worker.worker_id, reason)
+def _fated(assigned: Assigned) -> Action | None:
+    worker, target = assigned.worker, assigned.target
+    if assigned.fate is Fate.STOP:
+        if worker.state is WorkerState.STARTING:
+            return StopWorker(worker.worker_id, assigned.reason)
+        return DrainWorker(worker.worker_id, assigned.reason)
+    unheard = not worker.label_heard and worker.heartbeat_s is not None
+    if target is not None and (assigned.fate is Fate.RELABEL or unheard):
+        return RelabelWorker(worker.worker_id, target.name, target.role, assigned.reason or "it has not heard its label yet")
     return None
 
 
-def _count(
-    target: PoolTarget, alive: list[WorkerRecord], acted: set[WorkerId], backoff: Backoff, now_s: float, rules: Rules
-) -> list[Action]:
-    """Start what is missing. A draining worker keeps its place (and its accelerator) until it is gone; surplus goes
-    newest and least ready first."""
-    missing = target.replicas - len(alive)
-    if missing > 0:
-        if backoff.wait_s(now_s, rules) > 0:
-            return []
-        return [StartWorker(target.name)] * (1 if backoff.failures else missing)
-    staying = [w for w in alive if w.state in (WorkerState.STARTING, WorkerState.READY)]
-    surplus = len(staying) - target.replicas
-    if surplus <= 0:
+def _starts(target: PoolTarget, missing: int, backoff: Backoff, now_s: float, rules: Rules) -> list[Action]:
+    if missing <= 0 or backoff.wait_s(now_s, rules) > 0:
         return []
-    order = sorted(staying, key=lambda w: (w.state is WorkerState.READY, -w.created_s))
-    reason = f"pool {target.name} is scaled to {target.replicas}"
-    chosen = [_surplus(w, reason) for w in order[:surplus] if w.worker_id not in acted]
-    return [action for action in chosen if action is not None]
+    return [StartWorker(target.name)] * (1 if backoff.failures else missing)

@@ -24,7 +24,8 @@ class ProcessRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a worker actor is started with. `slot` numbers the live workers from 0, for pinning CPU engines to cores."""
+    """What a worker actor is started with. `slot` numbers the live workers from 0, for pinning CPU engines to cores; `engine`
+    stands for the arguments of its engine, as in `PoolTarget`. `pool` and `role` are its label, which may change later."""
 
     worker_id: WorkerId
     pool: str
@@ -32,6 +33,7 @@ class WorkerSpec:
     slot: int
     settings: Settings
     log_dir: Path
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,12 @@ class Beat:
     uptime_s: float
     resources: Resources | None = None
     """None until the engine serves."""
+    engine: str = ""
+    """What `WorkerSpec.engine` was."""
+    ranks: int = 1
+    """Accelerators it takes."""
+    former_legs: int = 0
+    """Legs that ran when its label was changed and still run."""
     metrics_address: str = ""
     """Where Prometheus finds the worker; empty when it has no such endpoint."""
 
@@ -105,6 +113,11 @@ class GatewayReport:
     open_files: int
     membership_age_s: float
     ready: bool
+    epoch: str = ""
+    version: int = -1
+    """Of the membership it knows."""
+    unconnected: tuple[str, ...] = ()
+    """Ready workers that it has no stream to yet."""
     open_circuits: tuple[str, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Desired state on the head's disk: pool targets, draining workers, the next worker number. SQLite, one small file.
+"""Desired state on the head's disk: pools, labels, drains, cordons, the next worker number. SQLite, one small file.
 
 Survives the coordinator actor. What is *actual* is asked of the live workers; stored of it is only what the dead cannot say any
 more: which processes served, and whose deaths are still to be told.
@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.pools.reconcile import PoolTarget
+from coordinator.config import PoolSettings
 from coordinator.pools.reports import ProcessRef
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS pool (name TEXT PRIMARY KEY, role TEXT NOT NULL, replicas INTEGER NOT NULL CHECK (replicas >= 0));
+CREATE TABLE IF NOT EXISTS pool (name TEXT PRIMARY KEY, role TEXT NOT NULL, replicas INTEGER NOT NULL CHECK (replicas >= 0),
+  engine TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS desired
+  (only INTEGER PRIMARY KEY CHECK (only = 0), version INTEGER NOT NULL, budget_ranks INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS label (worker_id TEXT PRIMARY KEY, pool TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS cordoned (worker_id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS draining (worker_id TEXT PRIMARY KEY, until_unix_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS run (only INTEGER PRIMARY KEY CHECK (only = 0), run_id TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS process
@@ -27,6 +32,15 @@ CREATE TABLE IF NOT EXISTS process
 CREATE TABLE IF NOT EXISTS fence (incarnation TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS counter (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPools:
+    """The desired pools, in the order they were given. `budget_ranks`: see `assign`."""
+
+    version: int
+    budget_ranks: int
+    pools: dict[str, PoolSettings]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,34 +65,65 @@ class Store:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
+        columns = [row[1] for row in self._db.execute("PRAGMA table_info(pool)")]
+        if columns and "engine" not in columns:
+            # Of an older version, so of a former run, whose pools nobody asks for any more.
+            self._db.execute("DROP TABLE pool")
         self._db.executescript(_SCHEMA)
 
-    def begin_run(self, run_id: str, targets: Sequence[PoolTarget]) -> bool:
-        """A new run takes `targets` and forgets the former run's drains; the same run, after a restart of the coordinator,
-        keeps what operators have asked for since. True for a new run."""
+    def begin_run(self, run_id: str, pools: Mapping[str, PoolSettings]) -> bool:
+        """A new run takes `pools` and forgets the former run's labels, drains and cordons; the same run, after a restart of the
+        coordinator, keeps what operators have asked for since. True for a new run."""
         row = self._db.execute("SELECT run_id FROM run").fetchone()
         if row is not None and row[0] == run_id:
             return False
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (run_id,))
-        self._db.execute("DELETE FROM pool")
-        for table in ("draining", "process", "fence"):
-            self._db.execute(f"DELETE FROM {table}")
-        self._db.executemany("INSERT INTO pool VALUES (?, ?, ?)", [(t.name, t.role.value, t.replicas) for t in targets])
-        self._db.execute("COMMIT")
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (run_id,))
+            for table in ("draining", "process", "fence", "label", "cordoned"):
+                self._db.execute(f"DELETE FROM {table}")
+            self._replace_pools(pools, 0)
         return True
 
-    def targets(self) -> list[PoolTarget]:
-        """In the order they were first put."""
-        rows = self._db.execute("SELECT name, role, replicas FROM pool ORDER BY rowid")
-        return [PoolTarget(name=name, role=Role(role), replicas=replicas) for name, role, replicas in rows]
+    def desired(self) -> StoredPools:
+        """What the last `begin_run` or `put_pools` has written."""
+        version, budget_ranks = self._db.execute("SELECT version, budget_ranks FROM desired").fetchone()
+        rows = self._db.execute("SELECT name, role, replicas, engine FROM pool ORDER BY rowid")
+        pools = {
+            name: PoolSettings(role=Role(role), replicas=replicas, engine=json.loads(engine))
+            for name, role, replicas, engine in rows
+        }
+        return StoredPools(version=version, budget_ranks=budget_ranks, pools=pools)
 
-    def put_target(self, target: PoolTarget) -> None:
-        self._db.execute(
-            "INSERT INTO pool VALUES (?, ?, ?)"
-            " ON CONFLICT (name) DO UPDATE SET role = excluded.role, replicas = excluded.replicas",
-            (target.name, target.role.value, target.replicas),
-        )
+    def put_pools(self, pools: Mapping[str, PoolSettings], budget_ranks: int) -> int:
+        """Replace the whole desired set. Returns its version; versions rise and are never given twice, over all runs."""
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            return self._replace_pools(pools, budget_ranks)
+
+    def _replace_pools(self, pools: Mapping[str, PoolSettings], budget_ranks: int) -> int:
+        version = self._count("desired")
+        self._db.execute("INSERT OR REPLACE INTO desired VALUES (0, ?, ?)", (version, budget_ranks))
+        self._db.execute("DELETE FROM pool")
+        rows = [(name, pool.role.value, pool.replicas, json.dumps(pool.engine)) for name, pool in pools.items()]
+        self._db.executemany("INSERT INTO pool VALUES (?, ?, ?, ?)", rows)
+        return version
+
+    def labels(self) -> dict[WorkerId, str]:
+        """The pools of the workers that were given another one than they were started for."""
+        return {WorkerId(worker): pool for worker, pool in self._db.execute("SELECT * FROM label")}
+
+    def put_label(self, worker_id: WorkerId, pool: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO label VALUES (?, ?)", (worker_id, pool))
+
+    def cordoned(self) -> set[WorkerId]:
+        """Workers that are offered nothing new until somebody says otherwise."""
+        return {WorkerId(worker) for (worker,) in self._db.execute("SELECT worker_id FROM cordoned")}
+
+    def put_cordoned(self, worker_id: WorkerId, cordoned: bool) -> None:
+        """Idempotent."""
+        statement = "INSERT OR IGNORE INTO cordoned VALUES (?)" if cordoned else "DELETE FROM cordoned WHERE worker_id = ?"
+        self._db.execute(statement, (worker_id,))
 
     def draining(self) -> dict[WorkerId, float]:
         """Seconds left of each drain; negative when its time is over. Kept as wall-clock time: it must survive a restart."""
@@ -95,8 +140,8 @@ class Store:
 
     def forget(self, worker_id: WorkerId) -> None:
         """The worker is gone. Idempotent."""
-        self._db.execute("DELETE FROM draining WHERE worker_id = ?", (worker_id,))
-        self._db.execute("DELETE FROM process WHERE worker_id = ?", (worker_id,))
+        for table in ("draining", "process", "label", "cordoned"):
+            self._db.execute(f"DELETE FROM {table} WHERE worker_id = ?", (worker_id,))
 
     def put_process(self, known: KnownProcess) -> None:
         """A worker serves: should it die while no coordinator runs, the next one can make sure and tell the others."""
@@ -131,11 +176,13 @@ class Store:
 
     def next_worker_id(self, pool: str) -> WorkerId:
         """Never given twice, also after a restart."""
+        return WorkerId(f"{pool}-{self._count(f'worker/{pool}')}")
+
+    def _count(self, name: str) -> int:
         row = self._db.execute(
-            "INSERT INTO counter VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET value = value + 1 RETURNING value",
-            (f"worker/{pool}",),
+            "INSERT INTO counter VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET value = value + 1 RETURNING value", (name,)
         ).fetchone()
-        return WorkerId(f"{pool}-{row[0]}")
+        return int(row[0])
 
     def close(self) -> None:
         self._db.close()

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from coordinator.manifest import gpus, hardware, versions
 from coordinator.pools.process import open_files, resident_bytes
 from coordinator.pools.reports import Beat, ProcessRef, Resources, Staging, WorkerFacts, WorkerSpec
-from coordinator.routing.views import RankView, WorkerState, WorkerView
+from coordinator.routing.views import RankView, Role, WorkerState, WorkerView
 from engine.config import EngineSettings, KvEngineConfig
 from engine.protocol import Engine, EngineDeadError
 from engine.worker.heartbeat import WorkerHeartbeat, heartbeat
@@ -66,6 +66,8 @@ class WorkerProcess:
         self._missed = 0
         self._ranks_lost = 0
         self._rank_detail = ""
+        self._former: frozenset[str] = frozenset()
+        """Attempts that ran when the label was changed and still run."""
         self.server = self._make_server()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -109,6 +111,17 @@ class WorkerProcess:
     def drain(self) -> None:
         """Refuse new legs from now on; heartbeats confirm it and say when nothing is left. Idempotent."""
         self.server.begin_drain()
+        self._beat_now.set()
+
+    def relabel(self, pool: str, role: Role) -> None:
+        """Carry another label from the next heartbeat on. Refuses nothing and ends nothing: every worker serves every leg, and
+        those under way, this one's and its peers', belong to requests that were promised an answer. Idempotent."""
+        if (self.spec.pool, self.spec.role) == (pool, role):
+            return
+        log.info("worker %s: %s (%s) becomes %s (%s)", self.spec.worker_id, self.spec.pool, self.spec.role, pool, role)
+        self.spec = replace(self.spec, pool=pool, role=role)
+        self._former |= self.server.attempts.running()
+        self.server.metrics.event("relabelled")
         self._beat_now.set()
 
     async def peer_died(self, incarnation: str) -> None:
@@ -190,12 +203,16 @@ class WorkerProcess:
         if now_s - self._refs_s > _TREE_EVERY_S or (state is WorkerState.READY and len(self._refs) == 1):
             self._refs, self._refs_s = await asyncio.to_thread(self._host.processes), now_s
         view, resources = await self._state(state)
+        self._former &= self.server.attempts.running()
         return Beat(
             view=view,
             slot=self.spec.slot,
             node_id=self._host.node_id,
             processes=self._refs,
             refusing=self.server.draining,
+            engine=self.spec.engine,
+            ranks=self._engine_settings.world_size,
+            former_legs=len(self._former),
             uptime_s=now_s - self._born_s,
             resources=resources,
             metrics_address=self.server.metrics_address,

@@ -60,6 +60,10 @@ class Attempts:
         """Legs whose last event has not gone out."""
         return len(self._legs)
 
+    def running(self) -> frozenset[str]:
+        """The ids of the attempts whose last event has not gone out."""
+        return frozenset(self._legs)
+
     @property
     def busy(self) -> int:
         """Legs and the cleanups after them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.pools.admin import ready_of
-from coordinator.pools.reconcile import PoolTarget
+from coordinator.pools.records import PoolTarget
 from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code, SplitpointError
 from tests.support.views import worker_view

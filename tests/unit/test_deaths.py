@@ -53,7 +53,7 @@ def beat(worker_id: WorkerId) -> Beat:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     store = Store(tmp_path / "state.sqlite3")
-    store.begin_run("run", [])
+    store.begin_run("run", {})
     yield store
     store.close()
 

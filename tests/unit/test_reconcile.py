@@ -10,15 +10,14 @@ from coordinator.pools.reconcile import (
     DrainWorker,
     FenceWorker,
     ForgetWorker,
-    PoolTarget,
     ProbeWorker,
     Rules,
     StartWorker,
     StopWorker,
-    WorkerRecord,
     check_scale,
     reconcile,
 )
+from coordinator.pools.records import PoolTarget, WorkerRecord
 from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
@@ -41,7 +40,9 @@ def target(name: str = "decode", replicas: int = 1, role: Role = Role.DECODE) ->
 
 
 def worker(name: str = "decode-1", state: WorkerState = WorkerState.READY, **known: object) -> WorkerRecord:
-    defaults: dict[str, object] = {"pool": name.rpartition("-")[0], "created_s": NOW - 100}
+    pool = name.rpartition("-")[0]
+    role = Role(pool) if pool in {r.value for r in Role} else Role.DECODE
+    defaults: dict[str, object] = {"pool": pool, "role": role, "created_s": NOW - 100}
     if state is not WorkerState.STARTING:
         defaults |= {"heartbeat_s": NOW - 0.5, "probed_s": NOW - 1}
     return WorkerRecord(worker_id=WorkerId(name), state=state, **{**defaults, **known})  # type: ignore[arg-type]

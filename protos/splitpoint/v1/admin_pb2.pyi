@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "state", "incarnation", "address", "running", "waiting", "leases", "kv_usage", "heartbeat_age_s", "pid", "detail", "resources", "transports", "metrics_address")
+    __slots__ = ("worker_id", "pool", "role", "state", "incarnation", "address", "running", "waiting", "leases", "kv_usage", "heartbeat_age_s", "pid", "detail", "resources", "transports", "metrics_address", "former_legs")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class WorkerStatus(_message.Message):
     RESOURCES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FORMER_LEGS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
@@ -45,7 +46,8 @@ class WorkerStatus(_message.Message):
     resources: WorkerResources
     transports: _containers.RepeatedScalarFieldContainer[str]
     metrics_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ..., resources: _Optional[_Union[WorkerResources, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    former_legs: int
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ..., resources: _Optional[_Union[WorkerResources, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., former_legs: _Optional[int] = ...) -> None: ...
 
 class WorkerResources(_message.Message):
     __slots__ = ("kv_blocks_held", "legs", "leases", "sessions", "send_staging", "receive_staging", "tasks", "open_files", "pids", "lease_states", "session_states", "memory_bytes", "device_memory_bytes")
@@ -92,7 +94,7 @@ class WorkerResources(_message.Message):
     def __init__(self, kv_blocks_held: _Optional[int] = ..., legs: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., send_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., receive_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail")
+    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +103,7 @@ class PoolStatus(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     target: int
@@ -109,7 +112,8 @@ class PoolStatus(_message.Message):
     draining: int
     failures: int
     detail: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    engine_json: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight", "pid", "tasks", "open_files", "open_circuits")
@@ -134,32 +138,88 @@ class GatewayStatus(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., http_address: _Optional[str] = ..., grpc_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., in_flight: _Optional[int] = ..., pid: _Optional[int] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., open_circuits: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("pools", "workers", "gateways", "model")
+    __slots__ = ("pools", "workers", "gateways", "model", "version", "unsettled")
     POOLS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
     model: str
-    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
+    version: int
+    unsettled: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., model: _Optional[str] = ..., version: _Optional[int] = ..., unsettled: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScalePoolRequest(_message.Message):
-    __slots__ = ("pool", "replicas", "current_replicas")
+    __slots__ = ("pool", "replicas", "current_replicas", "dry_run", "expected_version")
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     CURRENT_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     pool: str
     replicas: int
     current_replicas: int
-    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., current_replicas: _Optional[int] = ...) -> None: ...
+    dry_run: bool
+    expected_version: int
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., current_replicas: _Optional[int] = ..., dry_run: _Optional[bool] = ..., expected_version: _Optional[int] = ...) -> None: ...
 
 class ScalePoolResponse(_message.Message):
-    __slots__ = ("pool",)
+    __slots__ = ("pool", "plan", "version")
     POOL_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     pool: PoolStatus
-    def __init__(self, pool: _Optional[_Union[PoolStatus, _Mapping]] = ...) -> None: ...
+    plan: _containers.RepeatedCompositeFieldContainer[WorkerPlan]
+    version: int
+    def __init__(self, pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., plan: _Optional[_Iterable[_Union[WorkerPlan, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class PoolSpec(_message.Message):
+    __slots__ = ("name", "role", "replicas", "engine_json")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    replicas: int
+    engine_json: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., replicas: _Optional[int] = ..., engine_json: _Optional[str] = ...) -> None: ...
+
+class ApplyPoolsRequest(_message.Message):
+    __slots__ = ("pools", "dry_run", "expected_version")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSpec]
+    dry_run: bool
+    expected_version: int
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., dry_run: _Optional[bool] = ..., expected_version: _Optional[int] = ...) -> None: ...
+
+class ApplyPoolsResponse(_message.Message):
+    __slots__ = ("plan", "version")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    plan: _containers.RepeatedCompositeFieldContainer[WorkerPlan]
+    version: int
+    def __init__(self, plan: _Optional[_Iterable[_Union[WorkerPlan, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class WorkerPlan(_message.Message):
+    __slots__ = ("action", "worker_id", "pool", "new_pool", "reason")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    NEW_POOL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    worker_id: str
+    pool: str
+    new_pool: str
+    reason: str
+    def __init__(self, action: _Optional[str] = ..., worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., new_pool: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker_id", "timeout_s")

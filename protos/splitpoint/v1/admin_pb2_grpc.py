@@ -44,6 +44,11 @@ class AdminServiceStub:
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ScalePoolResponse.FromString,
                 _registered_method=True)
+        self.ApplyPools = channel.unary_unary(
+                '/splitpoint.v1.AdminService/ApplyPools',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ApplyPoolsRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ApplyPoolsResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/splitpoint.v1.AdminService/DrainWorker',
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
@@ -72,6 +77,13 @@ class AdminServiceServicer:
 
     def ScalePool(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyPools(self, request, context):
+        """The whole desired set of pools, instead of the present one. Survives a restart of the coordinator, not of the system.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -107,6 +119,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ScalePool,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ScalePoolRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ScalePoolResponse.SerializeToString,
+            ),
+            'ApplyPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyPools,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ApplyPoolsRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ApplyPoolsResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -178,6 +195,33 @@ class AdminService:
             '/splitpoint.v1.AdminService/ScalePool',
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.ScalePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.AdminService/ApplyPools',
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.ApplyPoolsRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.ApplyPoolsResponse.FromString,
             options,
             channel_credentials,
             insecure,

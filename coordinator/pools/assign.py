@@ -1,0 +1,162 @@
+"""Which worker serves which pool: who stays, who takes another label, who goes, and what has to be started. Pure.
+
+A worker can serve any role, and its engine is all that cannot be changed while it runs. So a pool that lacks workers takes them
+first from those that another pool has too many of and whose engine arguments are the same: a new label, no load of the model.
+
+What an apply *replaces* (a pool that is gone, or whose engine arguments have changed) holds accelerators that its successors
+need: while any of it is left, starts are limited to `budget_ranks`, and the last worker that could serve a request stays until
+a successor is ready, if there is room for a successor beside it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.pools.records import PoolTarget, WorkerRecord
+from coordinator.routing.views import Role, WorkerState
+from protos.ids import WorkerId
+
+
+class Fate(enum.StrEnum):
+    """What becomes of one worker."""
+
+    KEEP = "keep"
+    RELABEL = "relabel"
+    STOP = "stop"
+    """It is drained, then ended."""
+    HOLD = "hold"
+    """It goes too, as soon as a successor is ready."""
+    LEAVING = "leaving"
+    """A drain was asked for before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """One worker's fate. `target` is the pool it serves from now on; None for one that goes."""
+
+    worker: WorkerRecord
+    fate: Fate
+    target: PoolTarget | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """`missing` workers by pool are to be started in the end, `startable` of them now."""
+
+    workers: Mapping[WorkerId, Assigned]
+    missing: Mapping[str, int]
+    startable: Mapping[str, int]
+
+
+def assign(
+    targets: Sequence[PoolTarget], workers: Iterable[WorkerRecord], *, budget_ranks: int = 0, whole_roles: frozenset[Role]
+) -> Assignment:
+    """`workers` are those that live. Roles in `whole_roles` are offered whole requests. The larger of `budget_ranks` and what
+    `targets` need is how many accelerators may be held at once while replaced workers are left."""
+    alive = list(workers)
+    by_name = {target.name: target for target in targets}
+    staying: dict[str, list[WorkerRecord]] = {name: [] for name in by_name}
+    places = dict.fromkeys(by_name, 0)
+    fates: dict[WorkerId, Assigned] = {}
+    free: list[WorkerRecord] = []
+    for worker in alive:
+        home = by_name.get(worker.pool)
+        at_home = home is not None and worker.engine in (None, home.engine)
+        if worker.leaving:
+            fates[worker.worker_id] = Assigned(worker, Fate.LEAVING, None)
+            # Until it is gone it keeps its place, and with it its accelerator.
+            places[worker.pool] = places.get(worker.pool, 0) + at_home
+        elif at_home:
+            staying[worker.pool].append(worker)
+        else:
+            free.append(worker)
+    for name, target in by_name.items():
+        ordered = sorted(staying[name], key=_worth, reverse=True)
+        staying[name], surplus = ordered[: target.replicas], ordered[target.replicas :]
+        free.extend(surplus)
+        for worker in staying[name]:
+            fates[worker.worker_id] = _labelled(worker, target)
+    missing = {n: max(0, t.replicas - len(staying[n]) - places[n]) for n, t in by_name.items()}
+    for name, target in by_name.items():
+        same = sorted((w for w in free if w.engine == target.engine), key=_worth, reverse=True)
+        taken = {w.worker_id: _labelled(w, target) for w in same[: missing[name]]}
+        fates.update(taken)
+        free = [w for w in free if w.worker_id not in taken]
+        missing[name] -= len(taken)
+    for worker in free:
+        fates[worker.worker_id] = Assigned(worker, Fate.STOP, None, _why_gone(worker, by_name.get(worker.pool)))
+    replaced = [w for w in alive if _is_replaced(w, fates[w.worker_id], by_name)]
+    startable = dict(missing)
+    if replaced:
+        budget = max(budget_ranks, sum(t.replicas * t.ranks for t in targets))
+        room = budget - sum(w.ranks for w in alive)
+        going = [w for w in replaced if fates[w.worker_id].fate is Fate.STOP]
+        kept = _keeper(going, fates.values(), missing, by_name, room, whole_roles)
+        if kept is not None:
+            fates[kept.worker_id] = Assigned(kept, Fate.HOLD, None, "serves until a successor is ready")
+        startable = _within(room, missing, by_name)
+    return Assignment({w.worker_id: fates[w.worker_id] for w in alive}, missing, startable)
+
+
+def _worth(worker: WorkerRecord) -> tuple[bool, bool, float]:
+    """The cordoned go first, then those that do not serve yet, then the newest."""
+    return (not worker.cordoned, worker.state is WorkerState.READY, -worker.created_s)
+
+
+def _labelled(worker: WorkerRecord, target: PoolTarget) -> Assigned:
+    if (worker.pool, worker.role) != (target.name, target.role):
+        reason = f"{worker.pool} ({worker.role}) becomes {target.name} ({target.role}): its engine arguments are the same"
+        return Assigned(worker, Fate.RELABEL, target, reason)
+    return Assigned(worker, Fate.KEEP, target)
+
+
+def _why_gone(worker: WorkerRecord, home: PoolTarget | None) -> str:
+    if home is None:
+        return f"pool {worker.pool} is gone"
+    if worker.engine not in (None, home.engine):
+        return f"the engine arguments of pool {home.name} have changed"
+    return f"pool {home.name} is scaled to {home.replicas}"
+
+
+def _is_replaced(worker: WorkerRecord, assigned: Assigned, by_name: Mapping[str, PoolTarget]) -> bool:
+    if assigned.target is not None:
+        return False
+    home = by_name.get(worker.pool)
+    return home is None or worker.engine not in (None, home.engine)
+
+
+def _keeper(
+    going: Sequence[WorkerRecord],
+    fates: Collection[Assigned],
+    missing: Mapping[str, int],
+    by_name: Mapping[str, PoolTarget],
+    room: int,
+    whole_roles: frozenset[Role],
+) -> WorkerRecord | None:
+    """Of those that go, the one that serves until a successor does: None when somebody else serves, nothing is to be started,
+    or a successor would not fit beside it."""
+    stay = [a.worker for a in fates if a.target is not None]
+    able = [w for w in going if _serves(w) and w.role in whole_roles]
+    if not able or any(_serves(w) for w in stay):
+        return None
+    keeper = max(able, key=lambda w: (w.role is not Role.PREFILL, -w.created_s))
+    if any(w.state is WorkerState.STARTING for w in stay):
+        return keeper
+    needs = [by_name[name].ranks for name, count in missing.items() if count]
+    leaving_ranks = sum(a.worker.ranks for a in fates if a.target is None and a.worker.worker_id != keeper.worker_id)
+    return keeper if needs and room + leaving_ranks >= min(needs) else None
+
+
+def _serves(worker: WorkerRecord) -> bool:
+    return worker.state is WorkerState.READY and not worker.cordoned
+
+
+def _within(room: int, missing: Mapping[str, int], by_name: Mapping[str, PoolTarget]) -> dict[str, int]:
+    startable = {}
+    for name, count in missing.items():
+        startable[name] = min(count, max(0, room) // by_name[name].ranks)
+        room -= startable[name] * by_name[name].ranks
+    return startable

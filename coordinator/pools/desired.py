@@ -1,0 +1,91 @@
+"""The desired set of pools at one version, and what may become of it. No I/O."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from coordinator.config import ConfigError, PoolSettings, Settings
+from coordinator.pools.records import PoolTarget
+from coordinator.routing.views import Role
+from engine.config import EngineSettings
+from protos.errors import Code, SplitpointError, invalid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """`settings` are the run's with these pools. `budget_ranks`: see `assign`."""
+
+    version: int
+    settings: Settings
+    targets: tuple[PoolTarget, ...]
+    budget_ranks: int
+
+    @property
+    def ranks(self) -> int:
+        """Accelerators of all its workers."""
+        return sum(t.replicas * t.ranks for t in self.targets)
+
+    def target(self, pool: str) -> PoolTarget | None:
+        """None: no such pool."""
+        return next((t for t in self.targets if t.name == pool), None)
+
+
+def engine_key(engine: EngineSettings) -> str:
+    """Equal for engines that are started with the same arguments: the workers may change roles with each other."""
+    return hashlib.sha256(engine.model_dump_json().encode()).hexdigest()[:16]
+
+
+def desired(run: Settings, pools: Mapping[str, PoolSettings], *, version: int, budget_ranks: int) -> Desired:
+    """`run` is what the system was started with.
+
+    Raises:
+        ConfigError: the pools are refused.
+    """
+    settings = run.with_pools(pools)
+    targets = []
+    for name, pool in pools.items():
+        engine = settings.engine_of(name)
+        targets.append(
+            PoolTarget(name=name, role=pool.role, replicas=pool.replicas, engine=engine_key(engine), ranks=engine.world_size)
+        )
+    return Desired(version=version, settings=settings, targets=tuple(targets), budget_ranks=budget_ranks)
+
+
+def changed(
+    run: Settings, present: Desired, pools: Mapping[str, PoolSettings], *, expected: int | None, whole_roles: frozenset[Role]
+) -> Desired:
+    """What `present` becomes when `pools` replace its own; its version is still that of `present`. `expected` is the version
+    that the caller has seen, `whole_roles` are offered whole requests.
+
+    Raises:
+        SplitpointError: `CONFLICT` another version, or nobody would be left to serve a request; `INVALID_VALUE` names what
+            is wrong with the pools.
+    """
+    check_version(present, expected)
+    try:
+        new = desired(run, pools, version=present.version, budget_ranks=0)
+    except (ConfigError, ValidationError) as error:
+        raise invalid("pools", str(error)) from error
+    limit_tokens = min(run.engine_of(name).max_model_len for name in run.pools)
+    for name in pools:
+        own_tokens = new.settings.engine_of(name).max_model_len
+        if own_tokens < limit_tokens:
+            # Gateways admit prompts by what the system was started with.
+            problem = f"is {own_tokens}, below the {limit_tokens} tokens that clients were promised"
+            raise invalid("pools", f"pools.{name}.engine.max_model_len {problem}")
+    roles = {t.role for t in new.targets if t.replicas}
+    if not (roles & whole_roles or {Role.PREFILL, Role.DECODE} <= roles):
+        message = "nobody would be left to serve a request: neither a pool that is offered whole ones nor a pair of phases"
+        raise SplitpointError(Code.CONFLICT, message, param="pools")
+    return replace(new, budget_ranks=max(present.ranks, new.ranks))
+
+
+def check_version(present: Desired, expected: int | None) -> None:
+    """Raises `SplitpointError(CONFLICT)` when `expected` is another version than the present one."""
+    if expected is not None and expected != present.version:
+        message = f"the desired pools are at version {present.version}, not {expected}: look again and repeat"
+        raise SplitpointError(Code.CONFLICT, message, param="expected_version")

@@ -1,0 +1,134 @@
+"""The desired pools, kept in the store, and what they mean for the workers there are. No Ray, no clock."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from coordinator.config import PoolSettings, Settings
+from coordinator.pools.assign import Assignment, assign
+from coordinator.pools.desired import Desired, changed, check_version, desired
+from coordinator.pools.fleet import Fleet
+from coordinator.pools.plan import Step, living, plan, unsettled
+from coordinator.pools.reconcile import check_scale
+from coordinator.pools.records import PoolTarget
+from coordinator.pools.reports import GatewayReport
+from coordinator.pools.store import Store
+from coordinator.routing.views import Role
+from protos.errors import Code, SplitpointError
+from protos.ids import WorkerId
+
+log = logging.getLogger(__name__)
+
+
+class DesiredPools:
+    """Belongs to the coordinator's event loop. Every change is on disk before it is acted on."""
+
+    def __init__(self, run: Settings, store: Store, fleet: Fleet, whole_roles: frozenset[Role]) -> None:
+        self._run = run
+        self._store = store
+        self._fleet = fleet
+        self._whole_roles = whole_roles
+        self.present = self._read()
+
+    def _read(self) -> Desired:
+        kept = self._store.desired()
+        return desired(self._run, kept.pools, version=kept.version, budget_ranks=kept.budget_ranks)
+
+    @property
+    def targets(self) -> tuple[PoolTarget, ...]:
+        return self.present.targets
+
+    def scale(
+        self, pool: str, replicas: int, *, current: int | None = None, expected: int | None = None, dry_run: bool = False
+    ) -> tuple[PoolTarget, list[Step]]:
+        """The pool's new target, and what it means. `dry_run` changes nothing.
+
+        Raises:
+            SplitpointError: `NOT_FOUND` unknown pool; `CONFLICT` the present target is not `current`, the present version is
+                not `expected`, or nothing would be left to serve a whole request.
+        """
+        check_version(self.present, expected)
+        target = check_scale(self.targets, pool, replicas, current, self._whole_roles)
+        pools = dict(self.present.settings.pools)
+        pools[pool] = pools[pool].model_copy(update={"replicas": replicas})
+        steps = self._change(pools, expected, dry_run)
+        if not dry_run:
+            log.info("pool %s is to have %d workers", pool, replicas)
+        return target, steps
+
+    def apply(self, pools: Mapping[str, PoolSettings], *, expected: int | None = None, dry_run: bool = False) -> list[Step]:
+        """`pools` replace the whole desired set; what that means for each worker. `dry_run` changes nothing.
+
+        Raises:
+            SplitpointError: see `changed`.
+        """
+        steps = self._change(pools, expected, dry_run)
+        if not dry_run:
+            shown = ", ".join(f"{t.name} ({t.role}) {t.replicas}" for t in self.targets)
+            log.info("the pools are to be %s, version %d", shown, self.present.version)
+        return steps
+
+    def _change(self, pools: Mapping[str, PoolSettings], expected: int | None, dry_run: bool) -> list[Step]:
+        new = changed(self._run, self.present, pools, expected=expected, whole_roles=self._whole_roles)
+        steps = plan(self._assignment(new))
+        if not dry_run:
+            self._store.put_pools(pools, new.budget_ranks)
+            self.present = self._read()
+        return steps
+
+    def relabel(self, worker_id: WorkerId, pool: str, role: Role, reason: str) -> None:
+        """Gateways choose the worker by its new label from now on. Idempotent."""
+        record = self._fleet.members[worker_id].record
+        if (record.pool, record.role) != (pool, role):
+            log.info("worker %s: %s", worker_id, reason)
+            self._store.put_label(worker_id, pool)
+            self._fleet.relabel(worker_id, pool, role)
+
+    def cordon(self, worker_id: str, cordoned: bool) -> WorkerId:
+        """Whether it is offered nothing new; it keeps its place in its pool. Idempotent.
+
+        Raises:
+            SplitpointError: `NOT_FOUND`.
+        """
+        known = self.worker(worker_id)
+        self._store.put_cordoned(known, cordoned)
+        self._fleet.cordon(known, cordoned)
+        log.info("worker %s is %s", known, "cordoned" if cordoned else "not cordoned any more")
+        return known
+
+    def worker(self, worker_id: str) -> WorkerId:
+        """Raises `SplitpointError(NOT_FOUND)` naming those there are."""
+        if worker_id not in self._fleet.members:
+            known = ", ".join(self._fleet.members) or "none"
+            raise SplitpointError(Code.NOT_FOUND, f"no worker {worker_id!r}; workers: {known}", param="worker_id")
+        return WorkerId(worker_id)
+
+    def home(self, worker_id: WorkerId) -> PoolTarget | None:
+        """The pool of a worker that has not been heard: the label it was given last, else the pool in its id."""
+        return self.present.target(self._store.labels().get(worker_id, worker_id.rpartition("-")[0]))
+
+    def resume_cordons(self) -> None:
+        """After a restart, once the workers are known."""
+        for worker_id in self._store.cordoned():
+            self._fleet.cordon(worker_id, True)
+
+    def unsettled(self, gateways: Collection[GatewayReport]) -> list[str]:
+        """What is not yet as desired, or not yet known to every gateway; nothing when all is."""
+        legs = {w: m.beat.former_legs for w, m in self._fleet.members.items() if m.beat is not None}
+        lines = unsettled(self._assignment(self.present), legs)
+        away = self._run.coordinator.gateways - len(gateways)
+        return [*lines, *([f"{away} gateways do not answer"] if away > 0 else []), *self._behind(gateways)]
+
+    def _behind(self, gateways: Collection[GatewayReport]) -> Sequence[str]:
+        lines = []
+        for gateway in gateways:
+            if gateway.epoch != self._fleet.epoch or gateway.version < self._fleet.last_change:
+                lines.append(f"{gateway.gateway_id} has not heard of the last change")
+            elif gateway.unconnected:
+                lines.append(f"{gateway.gateway_id} has no stream yet to {', '.join(gateway.unconnected)}")
+        return lines
+
+    def _assignment(self, wanted: Desired) -> Assignment:
+        alive = living(self._fleet.records())
+        return assign(wanted.targets, alive, budget_ranks=wanted.budget_ranks, whole_roles=self._whole_roles)

@@ -1,0 +1,59 @@
+"""What the pools' decisions are made of: targets, and what is known of each worker. Values; no clock, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.routing.views import Role, WorkerState
+from protos.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolTarget:
+    """What the operator wants of one pool.
+
+    `engine` stands for the resolved engine arguments of its workers: equal where a worker of one pool can serve another as it
+    runs. `ranks` is how many accelerators one worker takes.
+    """
+
+    name: str
+    role: Role
+    replicas: int
+    engine: str = ""
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """What is known of one worker. All times are seconds on the coordinator's monotonic clock.
+
+    `pool` and `role` are its label, as the coordinator wants it; `label_heard` is False while its heartbeats carry another.
+    `engine` is what it was started with, as in `PoolTarget`; None until it has been heard.
+    `heartbeat_s` is when the last heartbeat arrived. `probed_s` is when the last data-plane probe ended and
+    `failed_probes` how many have failed in a row up to then. `drain_since_s` is when this worker confirmed that it refuses
+    new legs; `idle_since_s` when its heartbeats began to report no request and no lease after that. `draining_until_s` is
+    set as soon as a drain is wanted. `cordoned`: it serves what it has and is offered nothing new. `dead_reason` is set when
+    its process is known to be gone.
+    """
+
+    worker_id: WorkerId
+    pool: str
+    role: Role
+    state: WorkerState
+    created_s: float
+    engine: str | None = None
+    ranks: int = 1
+    label_heard: bool = True
+    cordoned: bool = False
+    heartbeat_s: float | None = None
+    probed_s: float | None = None
+    failed_probes: int = 0
+    draining_until_s: float | None = None
+    drain_since_s: float | None = None
+    idle_since_s: float | None = None
+    dead_reason: str = ""
+
+    @property
+    def leaving(self) -> bool:
+        """It drains, or ends as soon as it would serve."""
+        return self.state is WorkerState.DRAINING or self.draining_until_s is not None

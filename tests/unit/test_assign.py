@@ -1,0 +1,202 @@
+"""Which worker serves which pool when the desired set changes, and what people are told of it. One pass of pure functions."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.pools.assign import Assignment, Fate, assign
+from coordinator.pools.plan import Step, plan, unsettled
+from coordinator.pools.records import PoolTarget, WorkerRecord
+from coordinator.routing.views import Role, WorkerState
+from protos.ids import WorkerId
+
+ALL_ROLES = frozenset(Role)
+READY, STARTING, DRAINING = WorkerState.READY, WorkerState.STARTING, WorkerState.DRAINING
+
+
+def pool(name: str, role: Role, replicas: int, engine: str = "a", ranks: int = 1) -> PoolTarget:
+    return PoolTarget(name=name, role=role, replicas=replicas, engine=engine, ranks=ranks)
+
+
+def worker(name: str, role: Role, state: WorkerState = READY, *, engine: str | None = "a", **known: object) -> WorkerRecord:
+    """Of the pool in its name; the higher its number, the newer."""
+    home, _, number = name.rpartition("-")
+    defaults: dict[str, object] = {"pool": home, "created_s": float(number), "heartbeat_s": 100.0}
+    if state is DRAINING:
+        defaults["draining_until_s"] = 200.0
+    return WorkerRecord(worker_id=WorkerId(name), role=role, state=state, engine=engine, **{**defaults, **known})  # type: ignore[arg-type]
+
+
+P1, P2 = worker("prefill-1", Role.PREFILL), worker("prefill-2", Role.PREFILL)
+D1, D2 = worker("decode-1", Role.DECODE), worker("decode-2", Role.DECODE)
+SPLIT = (pool("prefill", Role.PREFILL, 1), pool("decode", Role.DECODE, 1))
+
+
+def run(targets: tuple[PoolTarget, ...], workers: list[WorkerRecord], budget_ranks: int = 0) -> Assignment:
+    return assign(targets, workers, budget_ranks=budget_ranks, whole_roles=ALL_ROLES)
+
+
+def fates(assignment: Assignment) -> dict[str, str]:
+    """`fate` or `fate pool` by worker."""
+    return {
+        worker_id: a.fate.value if a.target is None else f"{a.fate.value} {a.target.name}"
+        for worker_id, a in assignment.workers.items()
+    }
+
+
+class TestRelabel:
+    def test_two_phases_become_one_pool_without_a_start(self) -> None:
+        done = run((pool("both", Role.COLOCATED, 2),), [P1, D1])
+        assert fates(done) == {"prefill-1": "relabel both", "decode-1": "relabel both"}
+        assert (done.missing, done.startable) == ({"both": 0}, {"both": 0})
+
+    def test_a_pool_that_grows_takes_from_one_that_shrinks(self) -> None:
+        done = run((pool("prefill", Role.PREFILL, 1), pool("decode", Role.DECODE, 2)), [P1, P2, D1])
+        assert fates(done) == {"prefill-1": "keep prefill", "prefill-2": "relabel decode", "decode-1": "keep decode"}
+
+    def test_a_role_changes_in_its_own_pool(self) -> None:
+        done = run((pool("prefill", Role.COLOCATED, 2),), [P1, P2])
+        assert fates(done) == {"prefill-1": "relabel prefill", "prefill-2": "relabel prefill"}
+
+    def test_another_engine_is_never_relabelled(self) -> None:
+        done = run(
+            (pool("decode", Role.DECODE, 2, "b"), pool("prefill", Role.PREFILL, 1)),
+            [P1, P2, worker("decode-1", Role.DECODE, engine="b")],
+        )
+        assert fates(done)["prefill-2"] == "stop"
+        assert done.missing == {"decode": 1, "prefill": 0}
+
+    def test_a_worker_that_has_not_been_heard_stays_where_it_is(self) -> None:
+        """What a restarted coordinator does not know yet of a worker must cost nobody its engine, nor give it a wrong role."""
+        silent = worker("prefill-1", Role.PREFILL, STARTING, engine=None)
+        assert fates(run(SPLIT, [silent, D1])) == {"prefill-1": "keep prefill", "decode-1": "keep decode"}
+        gone = run((pool("decode", Role.DECODE, 2),), [silent, D1])
+        assert fates(gone) == {"prefill-1": "stop", "decode-1": "keep decode"}
+
+    def test_one_that_serves_is_taken_before_one_that_starts(self) -> None:
+        early = worker("prefill-1", Role.PREFILL, STARTING)
+        done = run((pool("decode", Role.DECODE, 1),), [early, P2])
+        assert fates(done) == {"prefill-1": "stop", "prefill-2": "relabel decode"}
+
+    def test_one_that_starts_is_taken_before_another_is_started(self) -> None:
+        early = worker("prefill-1", Role.PREFILL, STARTING)
+        assert fates(run((pool("decode", Role.DECODE, 1),), [early])) == {"prefill-1": "relabel decode"}
+
+    def test_one_that_drains_is_left_alone_and_keeps_its_place(self) -> None:
+        going = worker("prefill-1", Role.PREFILL, DRAINING)
+        done = run(SPLIT, [going, D1])
+        assert fates(done) == {"prefill-1": "leaving", "decode-1": "keep decode"}
+        assert done.missing == {"prefill": 0, "decode": 0}
+
+    def test_of_too_many_the_cordoned_go_first_then_those_that_start_then_the_newest(self) -> None:
+        cordoned, early = worker("prefill-1", Role.PREFILL, cordoned=True), worker("prefill-2", Role.PREFILL, STARTING)
+        old, new = worker("prefill-3", Role.PREFILL), worker("prefill-4", Role.PREFILL)
+        everyone = [cordoned, early, old, new]
+        left = [
+            {name for name, fate in fates(run((pool("prefill", Role.PREFILL, n),), everyone)).items() if fate == "stop"}
+            for n in (3, 2, 1)
+        ]
+        assert left == [{"prefill-1"}, {"prefill-1", "prefill-2"}, {"prefill-1", "prefill-2", "prefill-4"}]
+
+
+class TestReplace:
+    """Pools whose engine arguments change: accelerators are freed first, and somebody serves meanwhile where that can be."""
+
+    NEW = (pool("both", Role.COLOCATED, 2, "b"),)
+
+    def test_one_goes_and_one_serves_until_a_successor_is_ready(self) -> None:
+        first = run(self.NEW, [P1, D1])
+        assert fates(first) == {"prefill-1": "stop", "decode-1": "hold"}
+        assert (first.missing, first.startable) == ({"both": 2}, {"both": 0})
+        freed = run(self.NEW, [D1])
+        assert fates(freed) == {"decode-1": "hold"}
+        assert freed.startable == {"both": 1}
+        loading = run(self.NEW, [D1, worker("both-1", Role.COLOCATED, STARTING, engine="b")])
+        assert fates(loading) == {"decode-1": "hold", "both-1": "keep both"}
+        assert loading.startable == {"both": 0}
+        served = run(self.NEW, [D1, worker("both-1", Role.COLOCATED, engine="b")])
+        assert fates(served) == {"decode-1": "stop", "both-1": "keep both"}
+        last = run(self.NEW, [worker("both-1", Role.COLOCATED, engine="b")])
+        assert last.startable == {"both": 1}
+
+    def test_nobody_is_held_back_where_no_successor_would_fit_beside_it(self) -> None:
+        wide = (pool("both", Role.COLOCATED, 1, "b", ranks=2),)
+        assert fates(run(wide, [P1, D1])) == {"prefill-1": "stop", "decode-1": "stop"}
+        assert fates(run(wide, [P1, D1], budget_ranks=3)) == {"prefill-1": "stop", "decode-1": "hold"}
+
+    def test_what_was_held_before_may_be_held_on_the_way(self) -> None:
+        small = (pool("both", Role.COLOCATED, 1, "b"),)
+        assert fates(run(small, [P1, D1])) == {"prefill-1": "stop", "decode-1": "stop"}
+        assert fates(run(small, [P1, D1], budget_ranks=2)) == {"prefill-1": "stop", "decode-1": "hold"}
+        assert run(small, [D1], budget_ranks=2).startable == {"both": 1}
+
+    def test_a_worker_that_stays_serves_so_all_the_others_go_at_once(self) -> None:
+        done = run((pool("prefill", Role.PREFILL, 1), pool("decode", Role.DECODE, 1, "b")), [P1, D1])
+        assert fates(done) == {"prefill-1": "keep prefill", "decode-1": "stop"}
+        assert done.startable == {"prefill": 0, "decode": 0}
+
+    def test_a_pool_that_only_grows_waits_for_nobody(self) -> None:
+        going = worker("prefill-2", Role.PREFILL, DRAINING)
+        done = run((pool("prefill", Role.PREFILL, 1), pool("decode", Role.DECODE, 3)), [P1, going, D1])
+        assert done.startable == {"prefill": 0, "decode": 2}
+
+    def test_without_targets_all_go(self) -> None:
+        assert set(fates(run((), [P1, D1])).values()) == {"stop"}
+
+
+class TestPlan:
+    def test_every_word_of_it(self) -> None:
+        targets = (
+            pool("prefill", Role.PREFILL, 1),
+            pool("decode", Role.DECODE, 2),
+            pool("both", Role.COLOCATED, 2, "b"),
+        )
+        early = worker("old-1", Role.DECODE, engine="c")
+        done = plan(run(targets, [P1, P2, D1, early]))
+        assert [(s.action, s.worker_id, s.pool, s.new_pool) for s in done] == [
+            ("keep", "prefill-1", "prefill", "prefill"),
+            ("relabel", "prefill-2", "prefill", "decode"),
+            ("keep", "decode-1", "decode", "decode"),
+            ("restart", "old-1", "old", "both"),
+            ("start", "", "", "both"),
+        ]
+        assert done[1].reason == "prefill (prefill) becomes decode (decode): its engine arguments are the same"
+        assert done[3].reason == "pool old is gone"
+
+    def test_a_worker_that_nobody_follows_is_stopped(self) -> None:
+        assert plan(run((pool("decode", Role.DECODE, 1),), [D1, D2])) == [
+            Step(action="keep", worker_id="decode-1", pool="decode", new_pool="decode"),
+            Step(action="stop", worker_id="decode-2", pool="decode", reason="pool decode is scaled to 1"),
+        ]
+
+    def test_changed_arguments_say_so(self) -> None:
+        [step] = plan(run((pool("decode", Role.DECODE, 1, "b"),), [D1]))
+        assert (step.action, step.reason) == ("restart", "the engine arguments of pool decode have changed")
+
+
+class TestUnsettled:
+    def test_all_as_desired_is_settled(self) -> None:
+        assert unsettled(run(SPLIT, [P1, D1]), {WorkerId("decode-1"): 0}) == []
+
+    @pytest.mark.parametrize(
+        ("workers", "legs", "line"),
+        [
+            ([P1], {}, "pool decode lacks 1 of its workers"),
+            ([P1, worker("decode-1", Role.DECODE, STARTING)], {}, "decode-1 is starting"),
+            ([P1, D1, worker("decode-2", Role.DECODE, DRAINING)], {}, "decode-2 drains"),
+            ([P1, D1, D2], {}, "decode-2 goes: pool decode is scaled to 1"),
+            ([P1, worker("decode-1", Role.DECODE, label_heard=False)], {}, "decode-1 takes the label decode"),
+            ([P1, worker("both-1", Role.COLOCATED)], {}, "both-1 takes the label decode"),
+            ([P1, D1], {WorkerId("decode-1"): 3}, "decode-1 still runs 3 legs of its former role"),
+        ],
+    )
+    def test_what_is_missing_is_said(self, workers: list[WorkerRecord], legs: dict[WorkerId, int], line: str) -> None:
+        assert unsettled(run(SPLIT, workers), legs) == [line]
+
+
+def test_a_thousand_workers_are_assigned_to_the_pools_of_another_shape() -> None:
+    crowd = [worker(f"prefill-{i}", Role.PREFILL) for i in range(500)] + [worker(f"decode-{i}", Role.DECODE) for i in range(500)]
+    done = run((pool("prefill", Role.PREFILL, 100), pool("decode", Role.DECODE, 900)), crowd)
+    said = list(fates(done).values())
+    assert {fate: said.count(fate) for fate in set(said)} == {"keep prefill": 100, "relabel decode": 400, "keep decode": 500}
+    assert Fate.STOP.value not in said
