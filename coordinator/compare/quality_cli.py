@@ -19,7 +19,7 @@ from protos.errors import TABLE, Code
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
-    from coordinator.compare.quality.client import Arm, NamedArm
+    from coordinator.compare.quality.client import Arm
     from coordinator.compare.quality.measure import Prepare
     from coordinator.compare.quality.report import QualityReport
 
@@ -27,15 +27,14 @@ MODEL_TIMEOUT_S = 10.0
 RESET_TIMEOUT_S = 30.0
 RESET_PAUSE_S = 0.2
 UNDECIDED_STATUS = 3
+ARM = "NAME=PATH[@TRANSPORT][:POOL,...]"
 
 _LIMITS = QualityGate()
 
 
 def quality(
     target: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a gateway.")],
-    arms: Annotated[
-        list[str], typer.Option("--arm", metavar="NAME=PATH[:POOL,...]", help="Two or more; the first is the baseline.")
-    ],
+    arms: Annotated[list[str], typer.Option("--arm", metavar=ARM, help="Two or more; the first is the baseline.")],
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report here.")] = None,
     per_kind: Annotated[int, typer.Option(min=1, help="Questions of each kind at most; few of them decide nothing.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
@@ -104,16 +103,16 @@ def quality(
         raise typer.Exit(1 if report.verdict is QualityVerdict.FAIL else UNDECIDED_STATUS)
 
 
-def _arm(text: str) -> NamedArm:
-    from coordinator.compare.load import PATHS
-    from coordinator.compare.quality.client import NamedArm
+def _arm(text: str) -> Arm:
+    from coordinator.compare.load import PATHS, ArmTarget
+    from coordinator.compare.quality.client import Arm
 
     name, _, where = text.partition("=")
-    path, _, pools = where.partition(":")
+    way, _, pools = where.partition(":")
+    path, _, transport = way.partition("@")
     if not name or path not in PATHS:
-        wanted = f"NAME=PATH or NAME=PATH:POOL,POOL, PATH one of {', '.join(PATHS)}"
-        raise typer.BadParameter(f"{text!r}: write {wanted}", param_hint="--arm")
-    return NamedArm(name, path, tuple(pool for pool in pools.split(",") if pool))
+        raise typer.BadParameter(f"{text!r}: write {ARM}, PATH one of {', '.join(PATHS)}", param_hint="--arm")
+    return Arm(name, ArmTarget(path, tuple(pool for pool in pools.split(",") if pool), transport))
 
 
 def _resetting(admin: str) -> Prepare:

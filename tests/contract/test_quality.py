@@ -20,10 +20,11 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from coordinator.compare import cli
-from coordinator.compare.quality.client import NamedArm, QualityClient
+from coordinator.compare.load import ArmTarget
+from coordinator.compare.quality.client import Arm, QualityClient
 from coordinator.compare.quality.limits import QualityVerdict
 from coordinator.compare.quality.measure import QualityError, measure
-from coordinator.compare.quality.questions import load
+from coordinator.compare.quality.questions import QuestionSet, load
 from coordinator.compare.quality.report import QualityReport
 from coordinator.compare.quality.sample import prompts, sample_parity
 from coordinator.compare.quality.table import show
@@ -39,7 +40,8 @@ from tests.support.workers import SimWorker, engine_settings, start_worker
 
 pytestmark = pytest.mark.timeout(90)
 
-COLOCATED, SPLIT = NamedArm("together", "colocated"), NamedArm("apart", "split", ("prefill", "decode"))
+COLOCATED = Arm("together", ArmTarget("colocated"))
+SPLIT = Arm("apart", ArmTarget("split", ("prefill", "decode"), "grpc"))
 ARMS = (COLOCATED, SPLIT)
 
 
@@ -124,7 +126,7 @@ async def known() -> AsyncIterator[tuple[KnownModel, str]]:
     await server.stop(None)
 
 
-async def measured(target: str, arms: Sequence[NamedArm] = ARMS, **options: Any) -> QualityReport:
+async def measured(target: str, arms: Sequence[Arm] = ARMS, **options: Any) -> QualityReport:
     async with QualityClient(target) as client:
         return await measure(client, arms, model=await client.model(10), **options)
 
@@ -210,7 +212,7 @@ async def test_an_answer_over_another_path_is_no_answer(known: tuple[KnownModel,
 
 async def test_what_cannot_be_compared_is_refused(known: tuple[KnownModel, str]) -> None:
     _, target = known
-    for arms in ((COLOCATED,), (COLOCATED, COLOCATED), (COLOCATED, NamedArm("again", "split"))):
+    for arms in ((COLOCATED,), (COLOCATED, COLOCATED), (COLOCATED, Arm("again", ArmTarget("split")))):
         with pytest.raises(QualityError):
             await measured(target, arms)
     async with QualityClient(target) as client:
@@ -222,7 +224,7 @@ async def test_every_pass_is_prepared(known: tuple[KnownModel, str]) -> None:
     model, target = known
     seen: list[tuple[str, int]] = []
 
-    async def prepare(arm: NamedArm) -> None:
+    async def prepare(arm: Arm) -> None:
         seen.append((arm.name, len(model.requests)))
 
     report = await measured(target, questions=load().first(1), prepare=prepare)
@@ -242,7 +244,7 @@ async def test_the_command_and_its_exit_status(
         "--arm",
         "together=colocated",
         "--arm",
-        "apart=split:prefill,decode",
+        "apart=split@grpc:prefill,decode",
         "--json",
         str(path),
     ]
@@ -253,11 +255,13 @@ async def test_the_command_and_its_exit_status(
     assert await run() == 0
     written = json.loads(path.read_text())
     assert (written["verdict"], written["arms"][1]["pools"]) == ("pass", ["prefill", "decode"])
+    marks = {(m.get("x-splitpoint-pools"), m.get("x-splitpoint-transport")) for _, m in model.requests}
+    assert marks == {(None, None), ("prefill,decode", "grpc")}
     assert await run("--per-kind", "2") == 3
     model.shift = -0.3
-    assert await run() == 1
+    assert await run("--per-kind", "10") == 1
     assert "apart: fail" in capsys.readouterr().out
-    assert await run("--max-mean-divergence", "0.5") == 0
+    assert await run("--per-kind", "20", "--max-mean-divergence", "0.5") == 0
     assert await run("--admin", "127.0.0.1:1") == 1
     assert "prefix caches could not be reset" in capsys.readouterr().err
     assert await run("--min-top1-agreement", "2") == 2
@@ -337,7 +341,12 @@ async def simulated(*, seed: int = 0) -> AsyncIterator[tuple[list[SimWorker], st
             await worker.close()
 
 
-SIM_ARMS = (NamedArm("together", "colocated", ("colocated",)), NamedArm("apart", "split", ("prefill", "decode")))
+SIM_ARMS = (Arm("together", ArmTarget("colocated", ("colocated",))), SPLIT)
+
+
+def short(per_kind: int) -> QuestionSet:
+    """Without the long prompts."""
+    return dataclasses.replace(load(), questions=tuple(q for q in load().questions if q.kind != "extraction")).first(per_kind)
 
 
 async def test_simulated_engines_split_and_colocated_are_equal_token_by_token() -> None:
@@ -349,8 +358,7 @@ async def test_simulated_engines_split_and_colocated_are_equal_token_by_token() 
 
         found = await sample_parity(client, SIM_ARMS, seed=1, requests=4, prepare=prepare)
         assert (found.verdict, found.floor, found.batched_floor) == ("equal", 0.0, 0.0)
-        short = dataclasses.replace(load(), questions=tuple(q for q in load().questions if q.kind != "extraction")).first(4)
-        report = await measure(client, SIM_ARMS, questions=short, prepare=prepare)
+        report = await measure(client, SIM_ARMS, questions=short(3), prepare=prepare)
         [arm] = report.compared
         assert arm.read.tokens > 1000
         assert arm.decoded.tokens > 100
@@ -365,7 +373,7 @@ async def test_an_engine_with_other_weights_is_found_out() -> None:
     async with simulated(seed=1) as (_, target), QualityClient(target) as client:
         found = await sample_parity(client, SIM_ARMS, seed=1, requests=3)
         assert found.verdict == "differs"
-        report = await measure(client, SIM_ARMS, questions=load().first(2))
+        report = await measure(client, SIM_ARMS, questions=short(2))
         assert report.verdict is QualityVerdict.FAIL
         failed = {check.name for check in report.compared[0].checks if check.verdict is QualityVerdict.FAIL}
         assert "decoded: top-1 agreement" in failed

@@ -9,33 +9,19 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from coordinator.compare.load import RequestFailedError
+from coordinator.compare.load import ArmTarget, RequestFailedError
 from coordinator.compare.quality.parity import Logprobs
 from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 DEADLINE_S = 120.0
 
 
-class Arm(Protocol):
-    """What the client must know of an arm. No pools: any may serve it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def pools(self) -> Sequence[str]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class NamedArm:
-    """An `Arm` by itself."""
+class Arm:
+    """An arm's name and how its requests are marked."""
 
     name: str
-    path: str
-    pools: tuple[str, ...] = ()
+    target: ArmTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +97,7 @@ class QualityClient:
             stop=[ask.stop] if ask.stop else [],
         )
         message = generation_pb2.GenerateRequest(model=self._model, text=ask.text, sampling_params=sampling, stream=False)
-        metadata = (*self._metadata, ("x-splitpoint-path", arm.path))
-        if arm.pools:
-            metadata = (*metadata, ("x-splitpoint-pools", ",".join(arm.pools)))
+        metadata = (*self._metadata, *arm.target.headers())
         complete = None
         try:
             async for reply in self._stub.Generate(message, metadata=metadata, timeout=self._deadline_s):
@@ -131,8 +115,8 @@ class QualityClient:
             recomputed=complete.metrics.recomputed,
             cached_tokens=complete.cached_tokens,
         )
-        if answer.path != arm.path:
-            raise RequestFailedError(f"the answer took the path {answer.path or 'unknown'!r}, not {arm.path!r}")
+        if answer.path != arm.target.path:
+            raise RequestFailedError(f"the answer took the path {answer.path or 'unknown'!r}, not {arm.target.path!r}")
         return answer
 
 

@@ -227,8 +227,9 @@ def _answers(asked: QuestionSet, found: _Pass) -> ArmAnswers:
         scores.append(_score("tool_format", [asked.is_well_formed(found.answered[question.id].text) for question in calls]))
     return ArmAnswers(
         name=found.arm.name,
-        path=found.arm.path,
-        pools=list(found.arm.pools),
+        path=found.arm.target.path,
+        pools=list(found.arm.target.pools),
+        transport=found.arm.target.transport,
         scores=scores,
         failed=len(found.failures),
         failures=found.failures[:5],

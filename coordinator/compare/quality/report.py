@@ -31,6 +31,7 @@ class ArmAnswers:
     name: str
     path: str
     pools: list[str]
+    transport: str
     scores: list[Score]
     failed: int
     failures: list[str]
