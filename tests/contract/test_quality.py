@@ -50,7 +50,8 @@ class KnownModel(generation_pb2_grpc.GenerationServiceServicer):
 
     Knobs of the split path: `shift` is added to every log-probability; every `wrong`-th question is answered wrong; `typo` is
     said for the first character after a text, with `typo_again_only` when that is asked the second time, which parity does with
-    all at once; every `refuse`-th request fails. `tie` is both paths': the second candidate is as good as the first.
+    all at once; every `refuse`-th request fails. `tie` is both paths': the second candidate is as good as the first. Of the
+    colocated path: when it is asked again it `forgets` every second answer, or `wavers` in the first character.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,8 @@ class KnownModel(generation_pb2_grpc.GenerationServiceServicer):
         self.typo = ""
         self.typo_again_only = False
         self.tie = False
+        self.forgets = False
+        self.wavers = False
         self.refuse = 0
         self.recompute = False
         self.other_path = ""
@@ -99,9 +102,12 @@ class KnownModel(generation_pb2_grpc.GenerationServiceServicer):
     def _says(self, request: Any, split: bool, *, again: bool) -> str:
         if not request.sampling_params.stop:
             said = "abcdefghijklmnop"[: request.sampling_params.max_tokens]
+            if not split and self.wavers and again:
+                return "b" + said[1:]
             return self.typo + said[1:] if split and self.typo and (again or not self.typo_again_only) else said
         number = self._numbers[request.text]
         lost = split and self.wrong and number % self.wrong == 0
+        lost = lost or (not split and self.forgets and again and number % 2 == 0)
         return f" {'something else' if lost else self._answers[request.text]}\n"
 
     def _position(self, before: str, token: str, shift: float) -> common_pb2.PositionLogprobs:
@@ -203,6 +209,15 @@ async def test_requests_that_fail_keep_an_arm_from_passing(known: tuple[KnownMod
     assert found.why.startswith(f"{failed} requests that the baseline answered failed in this arm")
 
 
+async def test_a_baseline_that_fails_against_itself_judges_nobody(known: tuple[KnownModel, str]) -> None:
+    model, target = known
+    model.forgets = True
+    report = await measured(target)
+    assert report.floor.verdict is QualityVerdict.FAIL
+    assert report.verdict is QualityVerdict.UNDECIDED
+    assert report.compared[0].why.startswith("the baseline fails against itself: score: lost +33.3%")
+
+
 async def test_an_answer_over_another_path_is_no_answer(known: tuple[KnownModel, str]) -> None:
     model, target = known
     model.other_path = "split"
@@ -301,6 +316,20 @@ class TestParity:
         found = await self.sampled(target)
         assert found.verdict == "differs"
         assert "parts 2.000 nats from a tie" in found.arms[0].why
+
+    async def test_a_baseline_that_wavers_at_a_tie_lets_an_arm_waver_there(self, known: tuple[KnownModel, str]) -> None:
+        model, target = known
+        model.typo, model.tie, model.wavers = "b", True, True
+        assert (await self.sampled(target)).verdict == "near_ties"
+        model.wavers = False
+        assert (await self.sampled(target)).verdict == "differs"
+
+    async def test_a_baseline_that_wavers_where_the_choice_is_clear_judges_nobody(self, known: tuple[KnownModel, str]) -> None:
+        model, target = known
+        model.typo, model.wavers = "b", True
+        found = await self.sampled(target)
+        assert found.verdict == "undecided"
+        assert "parts from itself where the choice is clear (4.000 nats)" in found.arms[0].why
 
     async def test_kv_that_was_not_moved_shows_nothing(self, known: tuple[KnownModel, str]) -> None:
         model, target = known

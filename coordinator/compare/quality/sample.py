@@ -92,7 +92,7 @@ async def sample_parity(
     again = _all(arms[0], await turn(arms[0], together=True))
     batched_floor = max(floor, _floor(batched_reference, reference), _floor(again, reference))
     steady = all(first_divergence(a, b) is None for a, b in zip(repeated, reference, strict=True))
-    judged = [_judge(arm, single, batch, reference, 0.0 if steady else floor, batched_floor) for arm, single, batch in found]
+    judged = [_judge(arm, single, batch, reference, None if steady else floor, batched_floor) for arm, single, batch in found]
     return ParitySample(seed=seed, requests=requests, floor=floor, batched_floor=batched_floor, arms=judged)
 
 
@@ -133,14 +133,14 @@ def _judge(
     single: Sequence[Answer | str],
     batch: Sequence[Answer | str],
     reference: Sequence[Answer],
-    single_floor: float,
+    single_floor: float | None,
     batched_floor: float,
 ) -> ArmParity:
-    """`single_floor` is 0 where the baseline repeats itself: then one request at a time may not part at all."""
+    """`single_floor` is None where the baseline repeats itself: then one request at a time may not part at all."""
     alone, together = _gaps(single, reference), _gaps(batch, reference)
     failures = [answer for answer in (*single, *batch) if isinstance(answer, str)]
     verdict, why = EQUAL, f"{len(single)} prompts one at a time and {len(batch)} at once gave the baseline's tokens"
-    if any(single_floor == 0 or gap > single_floor for gap in alone):
+    if any(single_floor is None or gap > single_floor for gap in alone):
         verdict = DIFFERS
         why = f"{len(alone)} of {len(single)} prompts, asked one at a time, gave other tokens than the baseline"
     elif any(gap > batched_floor for gap in together):
@@ -148,7 +148,7 @@ def _judge(
         why = f"a batched answer parts {max(together):.3f} nats from a tie; the baseline's own floor is {batched_floor:.3f}"
     elif failures:
         verdict, why = UNDECIDED, f"{len(failures)} of {len(single) + len(batch)} requests failed: {failures[0]}"
-    elif batched_floor > CLEAR_GAP:
+    elif (alone or together) and batched_floor > CLEAR_GAP:
         verdict, why = UNDECIDED, f"the baseline parts from itself where the choice is clear ({batched_floor:.3f} nats)"
     elif alone or together:
         verdict, why = NEAR_TIES, f"{len(alone) + len(together)} answers part from the baseline's, all within its own floor"
