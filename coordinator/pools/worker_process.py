@@ -253,6 +253,7 @@ class WorkerProcess:
             waiting=waiting,
             leases=leases,
             kv_usage=kv_usage,
+            kv_capacity_tokens=server.info.num_kv_blocks * server.info.block_tokens if server.info is not None else 0,
             detail=detail,
         )
         return view, resources

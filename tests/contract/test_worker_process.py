@@ -92,6 +92,7 @@ async def test_it_says_that_it_starts_and_then_that_it_serves(worker: WorkerProc
     assert len(ready.ranks) == 1
     assert ready.fingerprint
     assert ready.max_transfer_tokens > 0
+    assert ready.kv_capacity_tokens >= 512
     assert ready.transports == ("grpc",)
     async with grpc.aio.insecure_channel(ready.address) as channel:
         reply = await worker_pb2_grpc.WorkerServiceStub(channel).DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=5)
