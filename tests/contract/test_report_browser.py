@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.compare.breakeven.build import build
+from coordinator.compare.breakeven.page import render as render_map
 from coordinator.compare.html.page import render
 from coordinator.compare.read import read
 from coordinator.compare.record import write
-from tests.support.browser import browser, find_browser
+from tests.support.browser import Page, browser, find_browser
+from tests.support.planted import planted
 from tests.support.records import VOID, comparison, experiment
 
 PROGRAM = find_browser()
@@ -61,3 +64,21 @@ async def test_the_report_opens_without_a_fault_and_fits(page_file: Path) -> Non
         assert paper.startswith(b"%PDF")
         # Nothing is cut to one sheet, and no heading takes a sheet of its own.
         assert 5 <= paper.count(b"/Type /Page\n") <= 30
+        await _map_fits(page, page_file.parent)
+
+
+async def _map_fits(page: Page, folder: Path) -> None:
+    """The break-even map, in the same browser: a picture per load, then one per other link."""
+    records = [(f"{prompt}", planted(prompt, output, (1.0, 3.0))) for prompt, output in ((256, 64), (1024, 128))]
+    found = build(records, loads=(1.0, 2.0, 3.0), bandwidths=(1e9, 2e9))
+    (folder / "map.html").write_text(render_map(found), encoding="utf-8")
+    for width, dark in ((1280, False), (390, True)):
+        await page.open((folder / "map.html").as_uri(), width, dark=dark)
+        assert page.troubles == []
+        assert await page.value("document.documentElement.scrollWidth") <= width
+        assert await page.value(OUTSIDE) == 0
+        assert await page.value(FIGURES) == 4
+        assert await page.value("document.querySelectorAll('svg .edge.fitted').length") > 0
+        picture = await page.picture()
+        assert len(picture) > 20_000
+        (folder / f"map-{width}.png").write_bytes(picture)

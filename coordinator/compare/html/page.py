@@ -40,9 +40,9 @@ def render(records: Sequence[tuple[str, figures.Record]]) -> str:
     )
 
 
-def environment() -> jinja2.Environment:
-    """Templates of this folder; what they are given is text unless they say otherwise."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+def environment(*folders: Path) -> jinja2.Environment:
+    """Templates of this folder and of `folders`; what they are given is text unless they say otherwise."""
+    loader = jinja2.FileSystemLoader([Path(__file__).parent, *folders])
     return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
 
 
