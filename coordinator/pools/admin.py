@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -34,6 +34,8 @@ class AdminBackend(Protocol):
 
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus: ...
 
+    async def cordon(self, worker_id: str, cordoned: bool) -> admin_pb2.WorkerStatus: ...
+
     async def manifest(self) -> str: ...
 
     async def reset_prefix_caches(self, pools: Sequence[str]) -> int: ...
@@ -42,8 +44,10 @@ class AdminBackend(Protocol):
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Validates, forwards, and turns `SplitpointError` into its status."""
 
-    def __init__(self, backend: AdminBackend) -> None:
+    def __init__(self, backend: AdminBackend, requests: Callable[[], list[admin_pb2.RequestStatus]]) -> None:
+        """`requests` are those in flight at this gateway, the oldest first."""
         self._backend = backend
+        self._requests = requests
 
     async def GetStatus(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         try:
@@ -78,6 +82,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         except SplitpointError as error:
             await abort(context, error)
 
+    async def CordonWorker(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            if not request.worker_id:
+                raise invalid("worker_id", "worker_id is missing: name one")
+            return admin_pb2.CordonWorkerResponse(worker=await self._backend.cordon(request.worker_id, request.cordoned))
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def ListRequests(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        return admin_pb2.ListRequestsResponse(requests=self._requests())
+
     async def GetManifest(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         try:
             return admin_pb2.GetManifestResponse(manifest_json=await self._backend.manifest())
@@ -109,6 +124,7 @@ def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus
         detail=view.detail,
         transports=view.transports,
         metrics_address=beat.metrics_address if beat is not None else "",
+        cordoned=view.cordoned,
         former_legs=beat.former_legs if beat is not None else 0,
         resources=_resources(beat.resources, beat.processes) if beat is not None and beat.resources is not None else None,
     )

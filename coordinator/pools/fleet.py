@@ -65,6 +65,7 @@ class Member:
                 pool=record.pool,
                 role=record.role,
                 state=record.state,
+                cordoned=record.cordoned,
                 address="",
                 pid=0,
                 fingerprint=b"",
@@ -79,6 +80,7 @@ class Member:
             pool=record.pool,
             role=record.role,
             state=record.state,
+            cordoned=record.cordoned,
             heartbeat_age_s=max(0.0, age_s),
             detail=detail or self.beat.view.detail,
         )
@@ -271,4 +273,4 @@ class Fleet:
 
 def _membership(view: WorkerView) -> tuple[object, ...]:
     """What gateways must hear of at once; loads may be a heartbeat old."""
-    return (view.incarnation, view.pool, view.role, view.state, view.address, view.ranks, view.fingerprint)
+    return (view.incarnation, view.pool, view.role, view.state, view.cordoned, view.address, view.ranks, view.fingerprint)

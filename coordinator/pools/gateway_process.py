@@ -20,6 +20,7 @@ from coordinator.gateway.core import GatewayCore
 from coordinator.gateway.frontend import FrontEnd, ServedModel
 from coordinator.gateway.grpc_front import build_grpc_server, server_options
 from coordinator.gateway.http import build_http_app
+from coordinator.gateway.in_flight import in_flight
 from coordinator.gateway.membership import Poll
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.tokenizer import TextTokenizer
@@ -82,7 +83,7 @@ class GatewayProcess:
         await self._start_http(self.core, self._frontend)
         await self._start_grpc(build_grpc_server(self.core, self._frontend), "grpc", settings.grpc_host, settings.grpc_port)
         admin_server = grpc.aio.server(options=server_options(settings))
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._admin), admin_server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._admin, self._requests), admin_server)
         service = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
         reflection.enable_server_reflection((service, reflection.SERVICE_NAME), admin_server)
         await self._start_grpc(admin_server, "admin", settings.admin_host, settings.admin_port)
@@ -110,6 +111,9 @@ class GatewayProcess:
             unconnected=tuple(view.worker_id for view in ready if not membership.connected(view.incarnation)),
             open_circuits=tuple(self.core.open_circuits()),
         )
+
+    def _requests(self) -> list[admin_pb2.RequestStatus]:
+        return [] if self.core is None else in_flight(self.core)
 
     async def drain(self, timeout_s: float) -> bool:
         """Say that it is not ready any more and wait for what is in flight. False when the time was over first."""

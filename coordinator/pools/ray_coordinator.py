@@ -340,6 +340,12 @@ class CoordinatorActor:
             await self._fleet.next_change(1.0)
         return self._finals[key]
 
+    async def cordon(self, worker_id: str, cordoned: bool) -> admin_pb2.WorkerStatus:
+        """Raises `SplitpointError(NOT_FOUND)`."""
+        await self._ready.wait()
+        member = self._fleet.members[self._pools.cordon(worker_id, cordoned)]
+        return admin.worker_status(member.view(time.monotonic()), member.beat)
+
     async def reset_prefix_caches(self, pools: Sequence[str]) -> int:
         """How many ready workers of `pools` (of all, when it is empty) forgot their cached prefixes.
 

@@ -74,6 +74,9 @@ class CoordinatorBackend:
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
         return await _ask(lambda c: c.drain.remote(worker_id, timeout_s), None)
 
+    async def cordon(self, worker_id: str, cordoned: bool) -> admin_pb2.WorkerStatus:
+        return await _ask(lambda c: c.cordon.remote(worker_id, cordoned))
+
     async def manifest(self) -> str:
         return await _ask(lambda c: c.manifest.remote(), 30.0)
 

@@ -45,7 +45,7 @@ class Group:
 class Table:
     """The workers of one membership version, sorted once so that a decision copies nothing.
 
-    `by_incarnation` holds every worker that is not dead, draining ones included; the rest holds ready ones alone.
+    `by_incarnation` holds every worker that is not dead, draining and cordoned ones included; the rest holds ready ones alone.
     """
 
     by_incarnation: dict[Incarnation, WorkerView]
@@ -58,7 +58,7 @@ class Table:
 def build_table(candidates: Iterable[Candidate]) -> Table:
     """Index the members. Called once per membership version."""
     alive = [c for c in candidates if c.view.state is not WorkerState.DEAD]
-    ready = [c for c in alive if c.view.state is WorkerState.READY]
+    ready = [c for c in alive if c.view.state is WorkerState.READY and not c.view.cordoned]
     by_role = {role: tuple(c for c in ready if c.view.role is role) for role in Role}
     prefill_of = _by_fingerprint(by_role[Role.PREFILL])
     decode_of = _by_fingerprint(by_role[Role.DECODE])

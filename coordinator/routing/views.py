@@ -39,7 +39,8 @@ class WorkerView:
 
     `fingerprint` is equal for workers that can exchange KV, of whatever shape; `running`, `waiting` and `kv_usage` are as old as
     `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
-    `kv_capacity_tokens` is how much KV its engine holds, live and cached together; 0: not known.
+    `kv_capacity_tokens` is how much KV its engine holds, live and cached together; 0: not known. A `cordoned` worker finishes
+    what it has and is offered nothing new.
     """
 
     worker_id: WorkerId
@@ -59,4 +60,5 @@ class WorkerView:
     kv_usage: float = 0.0
     heartbeat_age_s: float = 0.0
     kv_capacity_tokens: int = 0
+    cordoned: bool = False
     detail: str = ""

@@ -18,6 +18,7 @@ def worker_view(
     waiting: int = 0,
     kv_capacity_tokens: int = 0,
     address: str = "127.0.0.1:1",
+    cordoned: bool = False,
     pool: str = "",
 ) -> WorkerView:
     """A ready worker whose incarnation is `name` with "-i" appended, of the pool of its role's name unless told."""
@@ -35,5 +36,6 @@ def worker_view(
         transports=transports,
         running=running,
         waiting=waiting,
+        cordoned=cordoned,
         kv_capacity_tokens=kv_capacity_tokens,
     )

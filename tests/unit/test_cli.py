@@ -5,21 +5,33 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
-from coordinator import cli
+from coordinator import admin_call, cli, pools_cli
 from protos.splitpoint.v1 import admin_pb2
 
 WORKER = admin_pb2.WorkerStatus(worker_id="decode-1", pool="decode", role="decode", state="ready", pid=7, kv_usage=0.25)
 STATUS = admin_pb2.GetStatusResponse(
     pools=[admin_pb2.PoolStatus(name="decode", role="decode", target=2, ready=1)],
     workers=[WORKER],
-    gateways=[admin_pb2.GatewayStatus(gateway_id="gateway/0", http_address="127.0.0.1:8000")],
+    gateways=[admin_pb2.GatewayStatus(gateway_id="gateway/0", http_address="127.0.0.1:8000", admin_address="g:1")],
     model="m",
+    version=7,
 )
+SETTLED = admin_pb2.GetStatusResponse(pools=[admin_pb2.PoolStatus(name="decode", target=2, ready=2)], version=8)
+PLAN = [
+    admin_pb2.WorkerPlan(action="relabel", worker_id="prefill-2", pool="prefill", new_pool="decode", reason="same engine"),
+    admin_pb2.WorkerPlan(action="start", new_pool="decode"),
+]
+REQUESTS = [
+    admin_pb2.RequestStatus(request_id="young", path="split", age_s=1.0, prompt_tokens=3),
+    admin_pb2.RequestStatus(request_id="old", path="colocated", decode_worker="decode-1", age_s=5.0, ttft_s=0.25),
+]
 
 
 @pytest.fixture
@@ -28,16 +40,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, float]]:
     made: list[tuple[str, str, Any, float]] = []
     replies = {
         "GetStatus": STATUS,
-        "ScalePool": admin_pb2.ScalePoolResponse(pool=STATUS.pools[0]),
+        "ScalePool": admin_pb2.ScalePoolResponse(pool=STATUS.pools[0], plan=PLAN, version=8),
+        "ApplyPools": admin_pb2.ApplyPoolsResponse(plan=PLAN, version=8),
         "DrainWorker": admin_pb2.DrainWorkerResponse(worker=WORKER),
+        "CordonWorker": admin_pb2.CordonWorkerResponse(worker=WORKER),
+        "ListRequests": admin_pb2.ListRequestsResponse(requests=REQUESTS),
+        "ResetPrefixCaches": admin_pb2.ResetPrefixCachesResponse(workers=2),
         "GetManifest": admin_pb2.GetManifestResponse(manifest_json='{"format": 1}'),
     }
 
     def call(address: str, method: str, request: Any, timeout_s: float = 30.0) -> Any:
         made.append((address, method, request, timeout_s))
+        if method == "GetStatus" and len(made) > 3:
+            return SETTLED
         return replies[method]
 
-    monkeypatch.setattr(cli, "_call", call)
+    monkeypatch.setattr(admin_call, "call", call)
+    monkeypatch.setattr(pools_cli, "POLL_S", 0.0)
     monkeypatch.delenv("SPLITPOINT_ADMIN", raising=False)
     return made
 
@@ -48,7 +67,8 @@ def run(*arguments: str, **environment: str) -> Any:
 
 def test_help_names_every_command() -> None:
     text = run("--help").output
-    for command in ("serve", "status", "scale", "drain", "doctor", "models", "compare", "manifest", "version"):
+    commands = "serve status get scale pools drain cordon uncordon doctor models compare manifest version"
+    for command in commands.split():
         assert command in text
 
 
@@ -80,7 +100,7 @@ def test_the_admin_address_option_beats_the_environment_beats_the_default(calls:
     run("status")
     run("status", SPLITPOINT_ADMIN="a:1")
     run("status", "--admin", "b:2", SPLITPOINT_ADMIN="a:1")
-    assert [call[0] for call in calls] == [cli.DEFAULT_ADMIN, "a:1", "b:2"]
+    assert [call[0] for call in calls] == [admin_call.DEFAULT_ADMIN, "a:1", "b:2"]
 
 
 def test_scale_passes_the_guard_only_when_given(calls: list[Any]) -> None:
@@ -89,6 +109,120 @@ def test_scale_passes_the_guard_only_when_given(calls: list[Any]) -> None:
     first, second = (call[2] for call in calls)
     assert (first.pool, first.replicas, first.HasField("current_replicas")) == ("decode", 3, False)
     assert (second.replicas, second.current_replicas) == (0, 3)
+
+
+def test_scale_waits_until_the_pool_is_as_it_shall_be(calls: list[Any]) -> None:
+    done = run("scale", "decode", "--replicas", "2", "--wait")
+    assert done.exit_code == 0
+    assert "target 2, ready 2" in done.output
+    assert [call[1] for call in calls] == ["ScalePool", "GetStatus", "GetStatus", "GetStatus"]
+
+
+def test_scale_says_what_is_missing_when_it_has_waited_long_enough(calls: list[Any]) -> None:
+    done = run("scale", "decode", "--replicas", "2", "--wait", "--timeout", "0")
+    assert done.exit_code == 1
+    assert "pool decode: 1 ready, 0 starting, 0 draining of 2" in done.output
+
+
+def test_scale_dry_run_shows_the_plan_and_waits_for_nothing(calls: list[Any]) -> None:
+    done = run("scale", "decode", "--replicas", "3", "--dry-run", "--wait", "--expected-version", "7")
+    [(_, _, request, _)] = calls
+    assert (request.dry_run, request.expected_version) == (True, 7)
+    for word in ("relabel", "prefill-2", "same engine", "start"):
+        assert word in done.output
+
+
+class TestPools:
+    FILE = """
+[pools.prefill]
+role = "prefill"
+[pools.decode]
+role = "decode"
+replicas = 2
+engine = { kv_cache_bytes = "64MiB" }
+"""
+
+    def apply(self, folder: Path, text: str, *options: str) -> Any:
+        file = folder / "pools.toml"
+        file.write_text(text)
+        return run("pools", "apply", str(file), *options)
+
+    def test_apply_sends_the_whole_set(self, calls: list[Any], tmp_path: Path) -> None:
+        done = self.apply(tmp_path, self.FILE)
+        [(_, method, request, _)] = calls
+        assert (done.exit_code, method) == (0, "ApplyPools")
+        assert [(p.name, p.role, p.replicas, p.engine_json) for p in request.pools] == [
+            ("prefill", "prefill", 1, ""),
+            ("decode", "decode", 2, '{"kv_cache_bytes": 67108864}'),
+        ]
+        assert (request.dry_run, request.HasField("expected_version")) == (False, False)
+        assert "relabel" in done.output
+
+    def test_apply_waits_until_nothing_is_unsettled(self, calls: list[Any], tmp_path: Path) -> None:
+        assert self.apply(tmp_path, self.FILE, "--wait").exit_code == 0
+        assert [call[1] for call in calls] == ["ApplyPools", "GetStatus"]
+
+    def test_tables_that_are_not_applied_are_named(self, calls: list[Any], tmp_path: Path) -> None:
+        done = self.apply(tmp_path, "[engine]\nmax_num_seqs = 4\n" + self.FILE, "--dry-run")
+        assert "[engine] would need a restart" in done.output
+        assert calls[0][2].dry_run
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("", "no pools"),
+            ("[engine]", "no pools"),
+            ("[pools.decode]\nrole = 'decod'", "pools.decode.role"),
+            ("[pools.decode]\nrole = 'decode'\nreplica = 2", "did you mean 'replicas'"),
+            ("[pools", "not TOML"),
+        ],
+    )
+    def test_a_bad_file_is_refused_by_name_and_nothing_is_sent(
+        self, calls: list[Any], tmp_path: Path, text: str, said: str
+    ) -> None:
+        done = self.apply(tmp_path, text)
+        assert done.exit_code == 1
+        assert said in done.output
+        assert calls == []
+
+    def test_reset_caches_names_the_pools(self, calls: list[Any]) -> None:
+        assert "2 workers" in run("pools", "reset-caches", "prefill", "decode").output
+        assert list(calls[0][2].pools) == ["prefill", "decode"]
+
+
+class TestGet:
+    def test_pools_as_data_carry_their_version(self, calls: list[Any]) -> None:
+        said = json.loads(run("get", "pools", "-o", "json").output)
+        assert said["version"] == "7"
+        assert said["pools"][0]["name"] == "decode"
+
+    def test_yaml_says_what_json_says(self, calls: list[Any]) -> None:
+        as_yaml, as_json = (run("get", "workers", "-o", form).output for form in ("yaml", "json"))
+        assert yaml.safe_load(as_yaml) == json.loads(as_json)
+        assert json.loads(as_json)[0]["worker_id"] == "decode-1"
+
+    @pytest.mark.parametrize("what", ["pools", "workers", "requests"])
+    def test_wide_has_more_columns(self, calls: list[Any], what: str) -> None:
+        narrow, wide = (run("get", what, *more, COLUMNS="400").output for more in ([], ["-o", "wide"]))
+        assert len(wide.splitlines()[0]) > len(narrow.splitlines()[0])
+
+    def test_workers_of_one_pool(self, calls: list[Any]) -> None:
+        assert "decode-1" in run("get", "workers", "--pool", "decode").output
+        assert "decode-1" not in run("get", "workers", "--pool", "prefill").output
+
+    def test_requests_are_asked_of_every_gateway_and_the_oldest_comes_first(self, calls: list[Any]) -> None:
+        said = json.loads(run("get", "requests", "-o", "json").output)
+        assert [(r["gateway_id"], r["request_id"]) for r in said] == [("gateway/0", "old"), ("gateway/0", "young")]
+        assert [call[:2] for call in calls][1] == ("g:1", "ListRequests")
+
+
+def test_cordon_and_uncordon(calls: list[Any]) -> None:
+    run("cordon", "decode-1")
+    run("uncordon", "decode-1")
+    assert [(c[1], c[2].worker_id, c[2].cordoned) for c in calls] == [
+        ("CordonWorker", "decode-1", True),
+        ("CordonWorker", "decode-1", False),
+    ]
 
 
 @pytest.mark.parametrize(

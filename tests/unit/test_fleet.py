@@ -192,3 +192,38 @@ async def test_slots_are_the_smallest_free_numbers(fleet: Fleet) -> None:
         fleet.created(WorkerId(name), "decode", Role.DECODE, slot, 0.0)
     fleet.forget(WorkerId("decode-2"))
     assert fleet.free_slot() == 1
+
+
+async def test_a_new_label_is_published_at_once_and_heard_later(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    before = fleet.last_change
+    fleet.relabel(D1, "prefill", Role.PREFILL)
+    view = fleet.views(1.0)[0]
+    assert (view.pool, view.role, view.state) == ("prefill", Role.PREFILL, WorkerState.READY)
+    assert fleet.last_change > before
+    fleet.heard(beat(), 2.0)
+    assert not fleet.members[D1].record.label_heard
+    assert fleet.views(2.0)[0].role is Role.PREFILL, "what it still says of itself does not count"
+    fleet.heard(beat(pool="prefill", role=Role.PREFILL), 3.0)
+    assert fleet.members[D1].record.label_heard
+
+
+async def test_the_same_label_again_wakes_nobody(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    before = fleet.last_change
+    fleet.relabel(D1, "decode", Role.DECODE)
+    fleet.relabel(WorkerId("gone"), "decode", Role.DECODE)
+    assert fleet.last_change == before
+    assert fleet.members[D1].record.label_heard
+
+
+async def test_a_cordoned_worker_stays_ready_and_gateways_hear_of_it(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    before = fleet.last_change
+    fleet.cordon(D1, True)
+    fleet.heard(beat(), 2.0)
+    view = fleet.views(2.0)[0]
+    assert (view.state, view.cordoned) == (WorkerState.READY, True)
+    assert fleet.last_change > before
+    fleet.cordon(D1, False)
+    assert not fleet.views(2.0)[0].cordoned

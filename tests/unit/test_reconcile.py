@@ -11,6 +11,7 @@ from coordinator.pools.reconcile import (
     FenceWorker,
     ForgetWorker,
     ProbeWorker,
+    RelabelWorker,
     Rules,
     StartWorker,
     StopWorker,
@@ -243,3 +244,33 @@ class TestScale:
     def test_the_last_pool_may_not_go_to_zero(self) -> None:
         pools = (target("prefill", 0, Role.PREFILL), target("decode", 1, Role.DECODE))
         assert self.refused(pools, "decode", 0, None, ALL_ROLES).code is Code.CONFLICT
+
+
+class TestRelabel:
+    POOL = (target("both", 2, Role.COLOCATED),)
+    BOTH = (worker("prefill-1", engine=""), worker("decode-1", engine=""))
+
+    def test_all_of_a_pass_change_together_also_one_whose_probe_is_due(self) -> None:
+        due = worker("decode-1", engine="", probed_s=NOW - 5.1)
+        actions = run(list(self.POOL), [self.BOTH[0], due])
+        assert {(type(a), a.worker_id, a.pool, a.role) for a in actions} == {  # type: ignore[attr-defined]
+            (RelabelWorker, "prefill-1", "both", Role.COLOCATED),
+            (RelabelWorker, "decode-1", "both", Role.COLOCATED),
+        }
+        assert len(actions) == 2
+
+    def test_one_that_is_to_be_fenced_is_fenced(self) -> None:
+        actions = run(list(self.POOL), [self.BOTH[0], worker("decode-1", engine="", failed_probes=3)])
+        assert {a.worker_id: type(a) for a in actions} == {"prefill-1": RelabelWorker, "decode-1": FenceWorker}  # type: ignore[attr-defined]
+
+    def test_a_worker_is_told_until_its_heartbeats_carry_the_label(self) -> None:
+        unheard = worker(label_heard=False)
+        assert [type(a) for a in run([target()], [unheard])] == [RelabelWorker]
+        early = worker(state=WorkerState.STARTING, label_heard=False)
+        assert run([target()], [early]) == []
+
+    def test_a_successor_is_started_when_there_is_room(self) -> None:
+        new = target("both", 1, Role.COLOCATED)
+        old = worker("decode-1", engine="other")
+        assert [type(a) for a in run([new], [old])] == [DrainWorker]
+        assert run([new], []) == [StartWorker("both")]

@@ -75,6 +75,14 @@ def test_only_ready_workers_are_offered_legs(state: WorkerState) -> None:
     assert not made.has_pair()
 
 
+def test_a_cordoned_worker_is_offered_nothing_new_and_may_end_what_it_has() -> None:
+    view = worker_view("p1", cordoned=True)
+    made = router(view, worker_view("p2"), decode_view("d1"))
+    assert {pair(made).prefill.worker_id for _ in range(20)} == {"p2"}
+    assert isinstance(made.choose((LocalGoal(incarnation=view.incarnation),), NOW), SoloRoute)
+    assert refused(router(view, decode_view("d1")))
+
+
 def test_excluded_workers_are_not_chosen_again() -> None:
     made = router(worker_view("p1"), worker_view("p2"), decode_view("d"))
     for _ in range(20):

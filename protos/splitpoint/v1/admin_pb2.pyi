@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "state", "incarnation", "address", "running", "waiting", "leases", "kv_usage", "heartbeat_age_s", "pid", "detail", "resources", "transports", "metrics_address", "former_legs")
+    __slots__ = ("worker_id", "pool", "role", "state", "incarnation", "address", "running", "waiting", "leases", "kv_usage", "heartbeat_age_s", "pid", "detail", "resources", "transports", "metrics_address", "former_legs", "cordoned")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class WorkerStatus(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FORMER_LEGS_FIELD_NUMBER: _ClassVar[int]
+    CORDONED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
@@ -47,7 +48,8 @@ class WorkerStatus(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     metrics_address: str
     former_legs: int
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ..., resources: _Optional[_Union[WorkerResources, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., former_legs: _Optional[int] = ...) -> None: ...
+    cordoned: bool
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ..., resources: _Optional[_Union[WorkerResources, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., former_legs: _Optional[int] = ..., cordoned: _Optional[bool] = ...) -> None: ...
 
 class WorkerResources(_message.Message):
     __slots__ = ("kv_blocks_held", "legs", "leases", "sessions", "send_staging", "receive_staging", "tasks", "open_files", "pids", "lease_states", "session_states", "memory_bytes", "device_memory_bytes")
@@ -234,6 +236,54 @@ class DrainWorkerResponse(_message.Message):
     WORKER_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerStatus
     def __init__(self, worker: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
+
+class CordonWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "cordoned")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    CORDONED_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    cordoned: bool
+    def __init__(self, worker_id: _Optional[str] = ..., cordoned: _Optional[bool] = ...) -> None: ...
+
+class CordonWorkerResponse(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerStatus
+    def __init__(self, worker: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RequestStatus(_message.Message):
+    __slots__ = ("request_id", "client_request_id", "path", "transport", "prefill_worker", "decode_worker", "prompt_tokens", "attempts", "age_s", "ttft_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    client_request_id: str
+    path: str
+    transport: str
+    prefill_worker: str
+    decode_worker: str
+    prompt_tokens: int
+    attempts: int
+    age_s: float
+    ttft_s: float
+    def __init__(self, request_id: _Optional[str] = ..., client_request_id: _Optional[str] = ..., path: _Optional[str] = ..., transport: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., age_s: _Optional[float] = ..., ttft_s: _Optional[float] = ...) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestStatus]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestStatus, _Mapping]]] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
     __slots__ = ()

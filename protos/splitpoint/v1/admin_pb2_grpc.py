@@ -54,6 +54,16 @@ class AdminServiceStub:
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.CordonWorker = channel.unary_unary(
+                '/splitpoint.v1.AdminService/CordonWorker',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/splitpoint.v1.AdminService/ListRequests',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
         self.GetManifest = channel.unary_unary(
                 '/splitpoint.v1.AdminService/GetManifest',
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.GetManifestRequest.SerializeToString,
@@ -94,6 +104,20 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CordonWorker(self, request, context):
+        """Offer a worker nothing new, or offer it again. It keeps its place in its pool and what it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """What is in flight at this gateway.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetManifest(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,6 +153,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'CordonWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.CordonWorker,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
             ),
             'GetManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetManifest,
@@ -249,6 +283,60 @@ class AdminService:
             '/splitpoint.v1.AdminService/DrainWorker',
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CordonWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.AdminService/CordonWorker',
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.AdminService/ListRequests',
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,
