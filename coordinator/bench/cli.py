@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from coordinator.bench.routing_cli import routing
 from coordinator.bench.transfer_cli import transfer
 
 app = typer.Typer(no_args_is_help=True, help="Measure a part of the system.")
 app.command()(transfer)
+app.command()(routing)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record, raw samples included.")]
 
