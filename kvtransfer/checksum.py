@@ -76,6 +76,18 @@ def start_on_device(algorithm: str, memory: Memory) -> Any:
     return _device().start(memory) if algorithm == pieces.ALGORITHM and on_device(memory) else None
 
 
+def prepare_on_device(algorithm: str, memory: Memory) -> Any:
+    """As `start_on_device`, begun by the `start` of what this returns."""
+    return _device().Prepared(memory) if algorithm == pieces.ALGORITHM and on_device(memory) else None
+
+
+def rehearse_on_device(memory: Memory) -> None:
+    """Compute a checksum of next to nothing where `memory` lies, for a thread that waits anyhow: what it does next after a long
+    sleep takes it three times as long the first time. Nothing on the host."""
+    if on_device(memory):
+        _device().rehearse(memory.device)
+
+
 @functools.cache
 def _device() -> Any:
     # Triton and torch come only with an engine that has a GPU.

@@ -76,8 +76,9 @@ def _zeros(num_bytes: int) -> int:
     return int(np.array(pieces.zeros_crc(num_bytes), np.uint32).view(np.int32))
 
 
-def launch(memory: torch.Tensor) -> torch.Tensor:
-    """Start the computation over `memory` (one-dimensional uint8 on a device) on the current stream; int32 per piece, there.
+def launch(memory: torch.Tensor, result: torch.Tensor | None = None) -> torch.Tensor:
+    """Start the computation over `memory` (one-dimensional uint8 on a device) on the current stream; int32 per piece, there: in
+    `result`, where that is given.
 
     Raises:
         ValueError: not whole 32-bit words.
@@ -86,7 +87,8 @@ def launch(memory: torch.Tensor) -> torch.Tensor:
     if num_bytes == 0 or num_bytes % pieces.WORD_BYTES:
         raise ValueError(f"{num_bytes} bytes are not whole 32-bit words")
     count = pieces.piece_count(num_bytes)
-    result = torch.empty(count, dtype=torch.int32, device=memory.device)
+    if result is None:
+        result = torch.empty(count, dtype=torch.int32, device=memory.device)
     step, lanes = _tables(memory.device)
     _piece_crcs[(-(-count // ROWS),)](
         memory.view(torch.int32),
@@ -136,14 +138,40 @@ class Pending:
         return pieces.combine(self.crcs.numpy())
 
 
+class Prepared:
+    """Everything that `start` needs beside the bytes themselves, made while these are still on their way."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self._stream = _own_stream(memory.device)
+        count = pieces.piece_count(memory.numel())
+        with torch.cuda.stream(self._stream):
+            self._crcs = torch.empty(count, dtype=torch.int32, device=memory.device)
+        self._host = torch.empty(count, dtype=torch.int32, pin_memory=True)
+        self._done = torch.cuda.Event()
+
+    def start(self) -> Pending:
+        """Begin, on a stream of this thread's own: it does not wait for what the engine computes. The bytes are final."""
+        with torch.cuda.stream(self._stream):
+            launch(self._memory, self._crcs)
+            self._host.copy_(self._crcs, non_blocking=True)
+            self._done.record()
+        return Pending(self._done, self._host)
+
+
+def rehearse(device: torch.device) -> None:
+    """Launch everything once over one piece."""
+    Prepared(_nothing(device)).start()
+
+
+@functools.cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.zeros(pieces.PIECE_BYTES, dtype=torch.uint8, device=device)
+
+
 def start(memory: Any) -> Pending:
-    """Begin `pieces.ALGORITHM` over device memory whose bytes are final, on a stream of this thread's own: it does not wait for
-    what the engine computes."""
-    with torch.cuda.stream(_own_stream(memory.device)):
-        crcs = start_on_host(memory)
-        done = torch.cuda.Event()
-        done.record()
-    return Pending(done, crcs)
+    """Begin `pieces.ALGORITHM` over device memory whose bytes are final."""
+    return Prepared(memory).start()
 
 
 def checksum(memory: Any) -> int:

@@ -194,6 +194,12 @@ class KvNode:
             session = self._rt.sessions.live(transfer_id)
             return session is not None and session.readable
 
+    def verified_at(self, transfer_id: bytes) -> float | None:
+        """When this live transfer was verified, monotonic seconds; None: it is not. For measurements."""
+        with self._rt.lock:
+            session = self._rt.sessions.live(transfer_id)
+            return None if session is None else session.verified_at
+
     def receive_view(self, transfer_id: bytes) -> Memory | None:
         """The whole verified slot, uint8 `[blocks, block_bytes]`, or None. Its bytes stay until `scattered`, which whoever
         takes a view must call, also when the request ended meanwhile."""
@@ -251,7 +257,9 @@ class KvNode:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         try:
             await self._start_transports()
-            KvTransferServicer(rt).add_to(server)
+            transfers = KvTransferServicer(rt)
+            transfers.serve_directly()
+            transfers.add_to(server)
             control = KvControlServicer(rt, self._token)
             pb_grpc.add_KvControlServiceServicer_to_server(control, server)
             port = bind(server, host_port(self._settings.bind_host, 0), self._settings.tls)

@@ -23,6 +23,8 @@ from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 
+FIRST_PING_S = 0.05
+
 Key = tuple[str, int]
 """A peer process: incarnation and rank."""
 
@@ -98,6 +100,8 @@ class PeerWatch:
 
     async def _ping(self, key: Key) -> None:
         request = pb.HeartbeatRequest(incarnation=self._incarnation, expected_incarnation=key[0], rank=self._rank)
+        # A transfer of what is staged is over before that, and wants this moment for itself.
+        await asyncio.sleep(min(FIRST_PING_S, self._interval_s))
         while True:
             # Whoever pulls now holds its connection open; an earlier one's may be closed.
             stub = next(iter(self._pulling[key])).stub

@@ -6,18 +6,20 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from kvtransfer.completion import Completer
 from kvtransfer.machine import Refusal
 from kvtransfer.plan import Fit
+from kvtransfer.pull_direct import DirectPull
 from kvtransfer.rearrange import clear_beyond, fit_blocks
 from kvtransfer.rpc import is_peer_lost
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.session import ReceiveSession, RejectedChunkError, SessionEvent
 from kvtransfer.sources import Source, Sources, find_sources
-from kvtransfer.transports.base import ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
+from kvtransfer.transports.base import AsksItself, ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
 from kvtransfer.waiting import Copies, all_or_first_failure
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
@@ -63,7 +65,8 @@ class Puller:
         error: SplitpointError
         try:
             response = await task
-            waited_s = max(0.0, rt.now() - now - response.seconds)
+            response.total_s = rt.now() - now
+            waited_s = max(0.0, response.total_s - response.seconds)
             chunks = sum(seal.num_chunks for seal in response.seals)
             rt.metrics.delivered(request.transport, response.bytes, response.seconds, waited_s=waited_s, chunks=chunks)
             return response
@@ -187,8 +190,8 @@ class Puller:
                 progresses = await all_or_first_failure(works)
         finally:
             for source in sources.each:
-                if source.call is not None:
-                    if source.outcome != "delivered":
+                if source.asked:
+                    if source.call is not None and source.outcome != "delivered":
                         source.call.cancel()
                     rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._completer.complete(request, source))
                 rt.tasks.spawn(f"drain {session.transfer_id.hex()}", self._drain(session, source, copies))
@@ -224,9 +227,13 @@ class Puller:
         source.ask(fetch)
         try:
             channel = source.channel = transport.open_receive(source.endpoint, fetch)
-            source.call = source.stub.Fetch(fetch, timeout=fetch.remaining_s)
+            source.asked = True
             async with rt.watch.pulling(source.stub, source.endpoint):
-                progress = await self._receive(session, source, channel, copies)
+                if source.plan is None and isinstance(channel, AsksItself) and channel.asks:
+                    progress = await self._fetch_directly(fetch, session, source, channel)
+                else:
+                    source.call = source.stub.Fetch(fetch, timeout=fetch.remaining_s)
+                    progress = await self._receive(session, source, channel, copies)
             source.outcome = "delivered"
             return progress
         except grpc.aio.AioRpcError as exc:
@@ -238,6 +245,17 @@ class Puller:
         except (TransportError, RejectedChunkError) as exc:
             source.outcome = exc.reason
             raise
+
+    async def _fetch_directly(
+        self, fetch: pb.FetchRequest, session: ReceiveSession, source: Source, channel: AsksItself
+    ) -> _Progress:
+        rt = self._rt
+        rt.metrics.event("asked_directly")
+        direct = DirectPull(rt, session, source, channel, partial(self._memory, session))
+        times = await direct.run(fetch, rt.settings.progress_timeout_s)
+        source.tell = channel.tell
+        rt.watch.heard_sender(source.endpoint)
+        return _Progress(times.first_at, times.last_at)
 
     async def _receive(self, session: ReceiveSession, source: Source, channel: ReceiveChannel, copies: Copies) -> _Progress:
         """Take messages until the share is verified. The checksum of a chunk runs while the next one arrives."""

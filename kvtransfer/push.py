@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,14 @@ import grpc
 
 from kvtransfer.checksum import algorithm_for, gathered
 from kvtransfer.layout import exchange_refusal, fingerprint
-from kvtransfer.lease import Lease
+from kvtransfer.lease import Action, Lease
 from kvtransfer.machine import Refusal
 from kvtransfer.packing import Packer
 from kvtransfer.plan import BlockRange, Cut, PlanError, cut_of, next_chunk
+from kvtransfer.push_direct import DirectPush
 from kvtransfer.rank_map import Holding
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
-from kvtransfer.transports.base import Memory, ReadByPeer, SendChannel, TransportError
+from kvtransfer.transports.base import Memory, ReadByPeer, SendChannel, TakesAsks, TransportError
 from kvtransfer.wire import SERVICE, serialize_fetch
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import abort
@@ -38,7 +40,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outgoing:
+class Outgoing:
     """One receiver's stream. `block_bytes` is what it takes of a block, `packer` what cuts that out; None: all of the block."""
 
     lease: Lease
@@ -54,6 +56,14 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
     def __init__(self, runtime: NodeRuntime) -> None:
         self._rt = runtime
         self._read_by_peer: dict[tuple[bytes, int], tuple[Lease, ReadByPeer]] = {}
+        self.direct: DirectPush | None = None
+
+    def serve_directly(self) -> None:
+        """Answer peers that ask beside gRPC too, where a transport takes that. Before anybody knows this rank."""
+        for transport in self._rt.transports.values():
+            if isinstance(transport, TakesAsks):
+                self.direct = DirectPush(self._rt, self, transport)
+                transport.serve(self.direct)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`. `Fetch` gets the serializer that does not copy its payload."""
@@ -105,27 +115,47 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         transfer_id = request.grant.transfer_id
         deadline = rt.now() + request.remaining_s
         try:
-            if request.sender_incarnation != rt.incarnation:
-                text = f"incarnation {rt.incarnation!r}, not {request.sender_incarnation!r}"
-                raise rt.refused("incarnation", text, Code.INCOMPATIBLE_PEER)
+            self.require_this(request)
             transport = rt.transport(request.transport)
             cut = self._cut(request)
-            lease = await self._lease(request, deadline)
+            lease = await self.leased(request, deadline)
         except SplitpointError as error:
             await abort(context, error)
         try:
             channel = transport.open_send(request)
         except TransportError as exc:
-            with rt.lock:
-                actions = rt.leases.broken(lease, exc.reason, rt.now(), receiver=request.receiver_rank)
-                rt.leases.drained(lease)
-            rt.follow(transfer_id, actions)
-            await abort(context, rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{exc.reason}: {exc}")))
+            await abort(context, self.unopened(request, lease, exc))
         if isinstance(channel, ReadByPeer):
             self._read_by_peer[transfer_id, request.receiver_rank] = lease, channel
-        outgoing = self._outgoing(request, lease, cut, channel, deadline)
+        outgoing = self.outgoing(request, lease, cut, channel, deadline)
+        failure = await self.until_sent(request, outgoing, self._send(outgoing, context))
+        if failure is not None:
+            await abort(context, failure)
+
+    def require_this(self, request: pb.FetchRequest) -> None:
+        """Raises `SplitpointError` INCOMPATIBLE_PEER when another process is meant."""
+        rt = self._rt
+        if request.sender_incarnation != rt.incarnation:
+            text = f"incarnation {rt.incarnation!r}, not {request.sender_incarnation!r}"
+            raise rt.refused("incarnation", text, Code.INCOMPATIBLE_PEER)
+
+    def unopened(self, request: pb.FetchRequest, lease: Lease, exc: TransportError) -> SplitpointError:
+        """End a lease whose receiver cannot be sent to; what to answer. Any thread."""
+        rt = self._rt
+        with rt.lock:
+            actions = rt.leases.broken(lease, exc.reason, rt.now(), receiver=request.receiver_rank)
+            rt.leases.drained(lease)
+        rt.follow_from_engine(lease.transfer_id, actions)
+        return rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{exc.reason}: {exc}"))
+
+    async def until_sent(
+        self, request: pb.FetchRequest, outgoing: Outgoing, work: Coroutine[Any, Any, None]
+    ) -> SplitpointError | None:
+        """Run the sending of one receiver's share with everything that can end it, and drain it afterwards. What to answer; None
+        when all is on its way."""
+        rt, lease, transfer_id = self._rt, outgoing.lease, outgoing.lease.transfer_id
         key = transfer_id, request.receiver_rank
-        sending = rt.fetches[key] = asyncio.create_task(self._watched(request, outgoing, context))
+        sending = rt.fetches[key] = asyncio.create_task(self._watched(request, work))
         failure: SplitpointError | None = None
         why = "the peer left"
         try:
@@ -147,13 +177,12 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
                 rt.metrics.event("fetch_broken")
             rt.follow(transfer_id, actions)
             rt.tasks.spawn(f"drain {transfer_id.hex()}", self._drain(outgoing))
-        if failure is not None:
-            await abort(context, failure)
+        return failure
 
-    async def _watched(self, request: pb.FetchRequest, outgoing: _Outgoing, context: Any) -> None:
+    async def _watched(self, request: pb.FetchRequest, work: Coroutine[Any, Any, None]) -> None:
         """Send while the receiver gives signs of life; its silence ends the lease, and with it this stream."""
         with self._rt.watch.fetching(request.grant.transfer_id, (request.receiver_incarnation, request.receiver_rank)):
-            await self._send(outgoing, context)
+            await work
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         if request.expected_incarnation != self._rt.incarnation:
@@ -163,6 +192,13 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         return pb.HeartbeatResponse()
 
     async def Complete(self, request: pb.CompleteRequest, context: Any) -> pb.CompleteResponse:  # noqa: N802
+        self._rt.follow(request.grant.transfer_id, self.ended(request))
+        if self.direct is not None:
+            self.direct.left(request)
+        return pb.CompleteResponse()
+
+    def ended(self, request: pb.CompleteRequest) -> list[Action]:
+        """Take a receiver's last word; what follows from it. Any thread."""
         rt = self._rt
         transfer_id = request.grant.transfer_id
         with rt.lock:
@@ -178,8 +214,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         lease, channel = self._read_by_peer.get((transfer_id, request.receiver_rank), (None, None))
         if lease is not None and channel is not None and hmac.compare_digest(lease.capability, request.grant.capability):
             channel.peer_done()
-        rt.follow(transfer_id, actions)
-        return pb.CompleteResponse()
+        return actions
 
     def _cut(self, request: pb.FetchRequest) -> Cut | None:
         """What of a block this receiver takes; None: all of it. Raises `SplitpointError` TRANSFER_REFUSED."""
@@ -191,17 +226,18 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             raise self._rt.refused("share", str(exc)) from exc
         return None if cut.whole else cut
 
-    def _outgoing(
+    def outgoing(
         self, request: pb.FetchRequest, lease: Lease, cut: Cut | None, channel: SendChannel, deadline: float
-    ) -> _Outgoing:
+    ) -> Outgoing:
+        """What to send to this receiver and how."""
         rt = self._rt
         most = min(rt.chunk_bytes, request.max_chunk_bytes or rt.chunk_bytes)
         if cut is None:
-            return _Outgoing(lease, request.receiver_rank, channel, deadline, rt.block_bytes, most, None)
+            return Outgoing(lease, request.receiver_rank, channel, deadline, rt.block_bytes, most, None)
         packer = Packer(rt, lease, cut, channel, most, once=not request.cut)
-        return _Outgoing(lease, request.receiver_rank, channel, deadline, cut.block_bytes, packer.chunk_bytes, packer)
+        return Outgoing(lease, request.receiver_rank, channel, deadline, cut.block_bytes, packer.chunk_bytes, packer)
 
-    async def _lease(self, request: pb.FetchRequest, deadline: float) -> Lease:
+    async def leased(self, request: pb.FetchRequest, deadline: float) -> Lease:
         """The lease, with its capability spent; waits for a `Reserve` that is on its way."""
         rt = self._rt
         grant = request.grant
@@ -211,14 +247,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         try:
             while True:
                 with rt.lock:
-                    found = rt.leases.fetch(
-                        grant.transfer_id,
-                        grant.capability,
-                        rt.now(),
-                        receiver=request.receiver_rank,
-                        receivers=request.receivers or 1,
-                        token_hash=request.token_hash,
-                    )
+                    found = self.fetched(request)
                 if isinstance(found, Refusal):
                     raise rt.refusal(found)
                 if found is not None:
@@ -236,7 +265,19 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             if waited:
                 rt.pending_fetches -= 1
 
-    async def _send(self, out: _Outgoing, context: Any) -> None:
+    def fetched(self, request: pb.FetchRequest) -> Lease | Refusal | None:
+        """As `LeaseTable.fetch`. Under the node's lock."""
+        rt = self._rt
+        return rt.leases.fetch(
+            request.grant.transfer_id,
+            request.grant.capability,
+            rt.now(),
+            receiver=request.receiver_rank,
+            receivers=request.receivers or 1,
+            token_hash=request.token_hash,
+        )
+
+    async def _send(self, out: Outgoing, context: Any) -> None:
         """Send every chunk in order; the next one is cut and its checksum computed meanwhile."""
         rt = self._rt
         upcoming: asyncio.Task[_Chunk] | None = asyncio.create_task(self._next(out, 0, 0))
@@ -256,7 +297,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         with rt.lock:
             rt.leases.sent(out.lease, rt.now(), receiver=out.receiver)
 
-    async def _next(self, out: _Outgoing, first_block: int, index: int) -> _Chunk:
+    async def _next(self, out: Outgoing, first_block: int, index: int) -> _Chunk:
         """The chunk that begins at `first_block`, once some of it is staged."""
         rt, lease = self._rt, out.lease
         while True:
@@ -267,12 +308,12 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             blocks = next_chunk(first_block, staged, out.block_bytes, out.chunk_bytes)
             if blocks is not None:
                 if out.packer is None:
-                    payload = self._payload(lease, blocks)
+                    payload = self.payload(lease, blocks)
                     checksum = await self._checksum(lease, blocks, payload)
                 else:
                     payload = await out.packer.payload(index, blocks, out.deadline)
                     checksum = await rt.checksum(payload)
-                return _Chunk(blocks, self._header(out, index, blocks, checksum), payload)
+                return _Chunk(blocks, self.header(out, index, blocks, checksum), payload)
             try:
                 await rt.bell.wait(lease.transfer_id, max(0.0, out.deadline - rt.now()))
             except TimeoutError:
@@ -281,19 +322,22 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
 
     async def _checksum(self, lease: Lease, blocks: BlockRange, payload: Memory) -> pb.Checksum:
         """Of one chunk: out of what its gathers computed, or computed now."""
-        rt = self._rt
-        if lease.crcs:
-            algorithm = algorithm_for(rt.settings.checksum, payload)
-            known = gathered(lease.crcs, blocks.first, blocks.end, payload, algorithm)
-            if known is not None:
-                return known
-        return await rt.checksum(payload)
+        return self.checksum_at_hand(lease, blocks, payload) or await self._rt.checksum(payload)
 
-    def _payload(self, lease: Lease, chunk: BlockRange) -> Memory:
+    def checksum_at_hand(self, lease: Lease, blocks: BlockRange, payload: Memory) -> pb.Checksum | None:
+        """Of one chunk, where that takes no time: switched off, or computed by its gathers. None: it has to be computed."""
+        algorithm = algorithm_for(self._rt.settings.checksum, payload)
+        if algorithm == "off":
+            return pb.Checksum(algorithm=algorithm)
+        return gathered(lease.crcs, blocks.first, blocks.end, payload, algorithm) if lease.crcs else None
+
+    def payload(self, lease: Lease, chunk: BlockRange) -> Memory:
+        """The staged bytes of these blocks."""
         start = lease.slot.offset
         return self._rt.send_memory[start + chunk.first * self._rt.block_bytes : start + chunk.end * self._rt.block_bytes]
 
-    def _header(self, out: _Outgoing, index: int, chunk: BlockRange, checksum: pb.Checksum) -> pb.ChunkHeader:
+    def header(self, out: Outgoing, index: int, chunk: BlockRange, checksum: pb.Checksum) -> pb.ChunkHeader:
+        """Of one chunk; with the seal, if it is the last one."""
         rt, lease = self._rt, out.lease
         header = pb.ChunkHeader(
             transfer_id=lease.transfer_id,
@@ -321,7 +365,7 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
             )
         return header
 
-    async def _drain(self, out: _Outgoing) -> None:
+    async def _drain(self, out: Outgoing) -> None:
         """Hold the slot until the channel can read it no more: at once, or when the peer is done, or known dead (rule 13)."""
         rt, lease, channel = self._rt, out.lease, out.channel
         closed = False

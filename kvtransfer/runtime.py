@@ -20,7 +20,7 @@ from typing import Any
 from kvtransfer.checksum import algorithm_for, checksum, start_on_device
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.layout import fingerprint
-from kvtransfer.lease import Action, Lease, LeaseTable
+from kvtransfer.lease import Action, Gather, Lease, LeaseTable
 from kvtransfer.machine import Refusal
 from kvtransfer.memory import on_device, reserved_on_devices, use_device_of
 from kvtransfer.metrics import KvMetrics
@@ -83,6 +83,8 @@ class NodeRuntime:
         self.maps = PlanCache()
         self.pending_fetches = 0
         self._polling: set[bytes] = set()
+        self._kicks: dict[bytes, Callable[[], None]] = {}
+        self._watchers: dict[bytes, Callable[[Callable[[], bool]], None]] = {}
 
     @property
     def chunk_bytes(self) -> int:
@@ -132,8 +134,26 @@ class NodeRuntime:
         self.send_room.pump()
         self.receive_room.pump()
 
+    def kick_with(self, transfer_id: bytes, kick: Callable[[], None], watch: Callable[[Callable[[], bool]], None]) -> None:
+        """Call `kick` whenever more of this transfer may be staged: from any thread, without the loop. It must not wait. `watch`
+        has its thread ask for a gather that is nearly done until the answer is True."""
+        self._watchers[transfer_id] = watch
+        self._kicks[transfer_id] = kick
+
+    def stop_kicking(self, transfer_id: bytes) -> None:
+        """The transfer is sent, or over."""
+        self._kicks.pop(transfer_id, None)
+        self._watchers.pop(transfer_id, None)
+
+    def kick(self, transfer_id: bytes) -> None:
+        """More of this transfer may be staged. Any thread."""
+        kick = self._kicks.get(transfer_id)
+        if kick is not None:
+            kick()
+
     def follow_from_engine(self, transfer_id: bytes, actions: Iterable[Action]) -> None:
-        """The same from the engine's thread: it only leaves a note."""
+        """The same from the engine's thread, or any other: it only leaves a note."""
+        self.kick(transfer_id)
         try:
             self.loop.call_soon_threadsafe(self._noted, transfer_id, tuple(actions))
         except RuntimeError:
@@ -174,13 +194,35 @@ class NodeRuntime:
                     gather = lease.gathers[0] if lease.gathers else None
                 if gather is None:
                     return
-                if gather.ready is not None:
-                    await self.until_ready(gather.ready)
-                with self.lock:
-                    self.leases.settle(lease)
+                if hasattr(gather.ready, "wait"):
+                    # Settled by the thread that sees it done: who sends need not wait for this loop.
+                    await self.loop.run_in_executor(self.waiters, self._settle_when_done, lease, gather)
+                else:
+                    if gather.ready is not None:
+                        await self.until_ready(gather.ready)
+                    self._settle(lease, gather)
                 self.follow(lease.transfer_id, [Action.WAKE])
         finally:
             self._polling.discard(lease.transfer_id)
+
+    def _settle_when_done(self, lease: Lease, gather: Gather) -> None:
+        """On a waiting thread. When the gather is about to begin, whoever sends is asked to look at it itself."""
+        ready: Any = gather.ready
+        watch = self._watchers.get(lease.transfer_id)
+        if watch is not None and hasattr(ready, "wait_begun") and ready.wait_begun():
+            watch(lambda: bool(ready()) and self._settle(lease, gather))
+        ready.wait()
+        self._settle(lease, gather)
+
+    def _settle(self, lease: Lease, gather: Gather) -> bool:
+        """It is done; whoever sees that first says so. True."""
+        with self.lock:
+            fresh = bool(lease.gathers) and lease.gathers[0] is gather
+            if fresh:
+                self.leases.settle(lease)
+        if fresh:
+            self.kick(lease.transfer_id)
+        return True
 
     async def until_ready(self, ready: Callable[[], bool], spin_s: float = 0.0) -> None:
         """Until `ready()` is True. For `spin_s` it is asked in every turn of the loop, for what takes less than waking a thread;

@@ -169,6 +169,8 @@ class ReceiveSession:
         self.content_bytes = 0
         """What of the slot is the engine's; behind it shares land that must be rearranged."""
         self.inflows: tuple[Inflow, ...] = ()
+        self.verified_at: float | None = None
+        """Monotonic seconds."""
         self.resting = False
         """It has its slot, and the pull is still to come."""
         self.reason = ""
@@ -231,6 +233,7 @@ class ReceiveSession:
         if not whole or any(inflow.seal is None for inflow in self.inflows):
             return False
         self.machine.fire(_E.VERIFY, now)
+        self.verified_at = now
         return True
 
     def end(self, event: SessionEvent, reason: str, now: float) -> bool:

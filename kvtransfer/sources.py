@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,11 @@ class Source:
     piece_bytes: int = 0
     """0: every chunk lands at its own place. Otherwise chunks land in turn in pieces of this size, the first at `lands_at`."""
     channel: ReceiveChannel | None = None
+    asked: bool = False
+    """The sender may have heard of this pull."""
     call: Any = None
+    tell: Callable[[pb.CompleteRequest], Awaitable[bool]] | None = None
+    """Says the last word beside gRPC, where all came beside gRPC; False: it could not."""
     outcome: str = "cancelled"
 
     @property

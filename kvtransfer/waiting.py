@@ -166,11 +166,12 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._running)
 
-    def spawn(self, name: str, work: object) -> None:
+    def spawn(self, name: str, work: object) -> asyncio.Task[None]:
         """Run a coroutine to its end in the background."""
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name=name)  # type: ignore[arg-type]
         self._running.add(task)
         task.add_done_callback(self._done)
+        return task
 
     async def cancel_all(self) -> None:
         for task in list(self._running):

@@ -1,7 +1,8 @@
 """`splitpoint bench handover`: what one hand-over costs between two GPUs (or, to try it, two CPU processes) without an engine.
 
 Two processes with a cache and a real transfer node each, told to reserve, gather, pull and scatter exactly as workers do. Timed
-is a `Pull` as the decode worker's actor makes it, from the call to the answer "verified in staging", and the scatter.
+is a `Pull` as the decode worker's actor makes it, from the call to the answer "verified in staging", and the scatter; "rank" is
+the part of it that the decode rank sees. Then the same with the pull asked for before the gather, as a request has it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from kvtransfer.control import RankControl
@@ -139,11 +140,9 @@ async def measure(spec: HandoverSpec) -> dict[str, Any]:
             }
             if not all(part["gather_equal"] and part["crc_equal"] for part in record["parts"].values()):
                 raise RuntimeError("a kernel's result differs from the reference on this device")
-        record["pulls"] = [
-            await _pulls(spec, sides, controls, endpoints[0], transport, blocks)
-            for transport in spec.transports
-            for blocks in spec.sizes_blocks
-        ]
+        rows = [(transport, blocks) for transport in spec.transports for blocks in spec.sizes_blocks]
+        record["pulls"] = [await _pulls(spec, sides, controls, endpoints[0], *row) for row in rows]
+        record["asked_before"] = [await _asked_before(spec, sides, controls, endpoints[0], *row) for row in rows]
         record["counters"] = [(await child.ask("counters"))["counters"] for child in sides]
     return record
 
@@ -190,12 +189,12 @@ async def _pulls(
     from_ids, to_ids = _some_blocks(spec, blocks), _some_blocks(spec, blocks)[::-1]
     prompt_tokens = blocks * spec.block_tokens
     prompt_hash = token_hash(list(range(prompt_tokens)))
-    times: dict[str, list[float]] = {"gather": [], "pull": [], "wire": [], "scatter": [], "total": []}
+    times: dict[str, list[float]] = {"gather": [], "pull": [], "rank": [], "wire": [], "scatter": [], "total": []}
     for turn in range(WARM_UP + spec.repeats):
         grant = pb.TransferGrant(transfer_id=new_transfer_id(), capability=new_capability())
         await controls[0].reserve(grant, prompt_tokens=prompt_tokens, token_hash=prompt_hash, remaining_s=TRANSFER_TIMEOUT_S)
         transfer = grant.transfer_id.hex()
-        gathered = await prefill.ask("gather", transfer=transfer, block_ids=from_ids)
+        gathered = await prefill.ask("gather", transfer=transfer, block_ids=from_ids, asked_before=False)
         begun = perf_counter()
         (pulled,) = await controls[1].pull(
             grant,
@@ -214,9 +213,14 @@ async def _pulls(
         if turn >= WARM_UP:
             times["gather"].append(gathered["seconds"])
             times["pull"].append(pull_s)
+            times["rank"].append(pulled.total_s)
             times["wire"].append(pulled.seconds)
             times["scatter"].append(scattered["seconds"])
             times["total"].append(pull_s + scattered["seconds"])
+    return _row(spec, transport, blocks, times)
+
+
+def _row(spec: HandoverSpec, transport: str, blocks: int, times: dict[str, list[float]]) -> dict[str, Any]:
     return {
         "transport": transport,
         "blocks": blocks,
@@ -225,6 +229,51 @@ async def _pulls(
         "p90_s": {name: sorted(values)[int(0.9 * (len(values) - 1))] for name, values in times.items()},
         "samples_s": times,
     }
+
+
+async def _asked_before(
+    spec: HandoverSpec,
+    sides: list[Child],
+    controls: list[RankControl],
+    sender: pb.RankEndpoint,
+    transport: str,
+    blocks: int,
+) -> dict[str, Any]:
+    """What a request pays: the decode rank has asked while the prompt was computed, the clock runs from the gather's end. Both
+    sides read one host's monotonic clock."""
+    prefill, decode = sides
+    from_ids, to_ids = _some_blocks(spec, blocks), _some_blocks(spec, blocks)[::-1]
+    prompt_tokens = blocks * spec.block_tokens
+    prompt_hash = token_hash(list(range(prompt_tokens)))
+    times: dict[str, list[float]] = {"verified": [], "answered": [], "scatter": [], "total": []}
+    for turn in range(WARM_UP + spec.repeats):
+        grant = pb.TransferGrant(transfer_id=new_transfer_id(), capability=new_capability())
+        await controls[0].reserve(grant, prompt_tokens=prompt_tokens, token_hash=prompt_hash, remaining_s=TRANSFER_TIMEOUT_S)
+        transfer = grant.transfer_id.hex()
+
+        async def pull(grant: pb.TransferGrant = grant) -> float:
+            await controls[1].pull(
+                grant,
+                attempt_id=new_attempt_id(),
+                senders=[sender],
+                prompt_tokens=prompt_tokens,
+                token_hash=prompt_hash,
+                transport=transport,
+                remaining_s=TRANSFER_TIMEOUT_S,
+            )
+            return monotonic()
+
+        pulling = asyncio.create_task(pull())
+        gathered = await prefill.ask("gather", transfer=transfer, block_ids=from_ids, asked_before=True)
+        answered_at = await pulling
+        scattered = await decode.ask("scatter", transfer=transfer, block_ids=to_ids)
+        if turn >= WARM_UP:
+            verified_s = scattered["verified_at"] - gathered["sealed_at"]
+            times["verified"].append(verified_s)
+            times["answered"].append(answered_at - gathered["sealed_at"])
+            times["scatter"].append(scattered["seconds"])
+            times["total"].append(verified_s + scattered["seconds"])
+    return _row(spec, transport, blocks, times)
 
 
 async def _raw(spec: HandoverSpec, gpus: tuple[int | None, int | None]) -> dict[str, float]:
@@ -292,12 +341,18 @@ def table(record: dict[str, Any]) -> str:
     for blocks, part in record.get("parts", {}).items():
         lines.append(f"  {int(blocks) * record['block_bytes'] / 1e6:.0f} MB alone:")
         lines += [f"    {name:38} {seconds * 1e3:8.3f} ms" for name, seconds in part["seconds"].items()]
-    lines.append("  transport       MB   raw UCX   gather     wire     pull  scatter  pull + scatter (p90), ms")
+    lines.append("  everything staged, then asked for:")
+    lines.append("  transport       MB   raw UCX   gather     wire     rank     pull  scatter  pull + scatter (p90), ms")
     for row in record["pulls"]:
         raw = record["raw_ucx"].get(str(row["bytes"])) if row["transport"] == "ucx" else None
-        cells = " ".join(f"{row['median_s'][name] * 1e3:8.3f}" for name in ("gather", "wire", "pull", "scatter", "total"))
+        cells = " ".join(f"{row['median_s'][name] * 1e3:8.3f}" for name in ("gather", "wire", "rank", "pull", "scatter", "total"))
         shown = f"{raw * 1e3:8.3f}" if raw else "       -"
         lines.append(f"  {row['transport']:9} {row['bytes'] / 1e6:8.0f}  {shown} {cells} ({row['p90_s']['total'] * 1e3:.3f})")
+    lines.append("  asked for while it is computed, from the gather's end:")
+    lines.append("  transport       MB  verified answered  scatter  verified + scatter (p90), ms")
+    for row in record["asked_before"]:
+        cells = " ".join(f"{row['median_s'][name] * 1e3:8.3f}" for name in ("verified", "answered", "scatter", "total"))
+        lines.append(f"  {row['transport']:9} {row['bytes'] / 1e6:8.0f}  {cells} ({row['p90_s']['total'] * 1e3:.3f})")
     for num_bytes, row in record.get("nixl_connector", {}).items():
         seen, own = row["as_its_rank_sees_it_s"] * 1e3, row.get("transfer_s", float("nan")) * 1e3
         lines.append(

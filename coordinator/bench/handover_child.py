@@ -24,6 +24,10 @@ from kvtransfer.node import KvNode
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 WARM_UP = 5
+COMPUTE_PRODUCTS = 10
+ASK_TIMEOUT_S = 10.0
+QUIET_S = 0.01
+"""How long an ask has waited before the gather begins: a prefill takes longer."""
 
 
 class Side:
@@ -70,13 +74,38 @@ class Side:
         rows = self.node.send_view(transfer, 0, len(ids))
         if rows is None:
             raise RuntimeError("the slot is not reserved")
+        if request["asked_before"]:
+            self._until_fetched()
+            self._compute()
+            copy = self._blocks.gather(ids, rows)
+            self.node.commit_chunk(transfer, 0, len(ids), last=True, ready=copy, crcs=None if copy is None else copy.crcs)
+            if copy is not None:
+                copy.wait()
+            return {"sealed_at": time.monotonic()}
         seconds, copy = self._timed(lambda: self._blocks.gather(ids, rows))
         self.node.commit_chunk(transfer, 0, len(ids), last=True, ready=copy, crcs=None if copy is None else copy.crcs)
         return {"seconds": seconds}
 
+    def _until_fetched(self) -> None:
+        """Until the peer's ask waits here."""
+        give_up_at = time.monotonic() + ASK_TIMEOUT_S
+        while not self.node.status().lease_states.get("fetching"):
+            if time.monotonic() > give_up_at:
+                raise RuntimeError("nobody asked for the transfer")
+            time.sleep(0.001)
+        time.sleep(QUIET_S)
+
+    def _compute(self) -> None:
+        """Keep the GPU busy for some milliseconds, as a prompt's last layers do while the gather is already in its queue."""
+        if self._device.type == "cuda":
+            matrix = torch.zeros((8192, 8192), dtype=torch.bfloat16, device=self._device)
+            for _ in range(COMPUTE_PRODUCTS):
+                matrix = matrix @ matrix
+
     def scatter(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verified slot into engine blocks; with `check`, whether they now equal the sender's."""
         transfer, ids = bytes.fromhex(request["transfer"]), request["block_ids"]
+        verified_at = self.node.verified_at(transfer)
         rows = self.node.receive_view(transfer)
         if rows is None:
             raise RuntimeError("nothing is staged")
@@ -90,7 +119,7 @@ class Side:
                 bool(torch.equal(self._layers[name][mine.to(self._device)], sender[name][theirs.to(self._device)]))
                 for name in self._layers
             )
-        return {"seconds": seconds, "equal": equal}
+        return {"seconds": seconds, "equal": equal, "verified_at": verified_at}
 
     def parts(self, request: dict[str, Any]) -> dict[str, Any]:
         """Seconds (medians) of each device operation alone for these blocks, beside a plain copy of as many bytes."""

@@ -64,6 +64,8 @@ class DeviceCopy:
 
     event: torch.cuda.Event
     crcs: torch.Tensor | None = None
+    begun: torch.cuda.Event | None = None
+    """What comes before it on its stream is done: what is left takes about as long as waking a thread. None: it takes longer."""
     keep: Any = None
     """What must live until then."""
 
@@ -73,6 +75,12 @@ class DeviceCopy:
     def wait(self) -> None:
         """Blocks this thread, without the interpreter lock."""
         self.event.synchronize()
+
+    def wait_begun(self) -> bool:
+        """The same until the copy is about to begin; False where it takes long after that."""
+        if self.begun is not None:
+            self.begun.synchronize()
+        return self.begun is not None
 
 
 def segment_table(segments: Sequence[tuple[int, torch.Tensor]]) -> np.ndarray:
@@ -125,12 +133,13 @@ class CudaBlocks:
         """Start copying engine blocks into `rows` `[len(block_ids), block_bytes]`, uint8 on this device or page-locked on the
         host. The blocks may be written again by anything that comes later on the current stream."""
         on_device = rows.device.type != "cpu"
+        begun = self._record() if on_device else None
         packed = rows if on_device else torch.empty(rows.shape, dtype=torch.uint8, device=self._device)
         self._launch(packed, block_ids, scatter=False)
         crcs = cuda_checksum.start_on_host(packed.view(-1)) if self._sums and on_device else None
         if not on_device:
             rows.copy_(packed, non_blocking=True)
-        return DeviceCopy(self._record(), crcs)
+        return DeviceCopy(self._record(), crcs, begun)
 
     def scatter(self, rows: torch.Tensor, block_ids: Sequence[int]) -> DeviceCopy:
         """Start copying `rows` into engine blocks. `rows` may be written again when the copy is done; the blocks are complete for

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, runtime_checkable
 
+from protos.errors import SplitpointError
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 Memory = Any
@@ -64,6 +65,101 @@ class ChecksAsItLands(Protocol):
 
     def landed_crc32c(self, index: int) -> int | None:
         """CRC32C of chunk `index` as it lies in the slot; None when it has to be computed. Asked once."""
+
+
+class Takes(Protocol):
+    """What a receiver does with what comes beside gRPC. Called on the transport's thread: no waiting."""
+
+    def place(self, header: pb.ChunkHeader) -> Memory:
+        """Where this chunk lands. What it raises ends the transfer."""
+
+    def soon(self) -> None:
+        """A chunk will be announced within a moment."""
+
+    def coming(self, header: pb.ChunkHeader, memory: Memory) -> None:
+        """It is on its way there: time to prepare what follows."""
+
+    def landed(self, header: pb.ChunkHeader, memory: Memory) -> None:
+        """It lies there."""
+
+    def failed(self, exc: Exception) -> None:
+        """Nothing more will come. Once."""
+
+
+class Answers(Protocol):
+    """The sender's way back to whoever asked beside gRPC."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do it on the transport's thread. Any thread."""
+
+    def watch(self, done: Callable[[], bool]) -> None:
+        """Ask `done` on the transport's thread, again and again, until it says True. It is about to: the asker is told to be
+        awake. Any thread."""
+
+    def error(self, error: SplitpointError) -> None:
+        """There will be no more chunks. Any thread."""
+
+
+class Serves(Protocol):
+    """What a rank does with what its peers ask for and say beside gRPC. Called on the transport's thread: no waiting."""
+
+    def asked(self, request: pb.FetchRequest, answers: Answers) -> None:
+        """A peer asks for a transfer."""
+
+    def completed(self, request: pb.CompleteRequest) -> None:
+        """A peer says how its transfer ended."""
+
+
+@runtime_checkable
+class TakesAsks(Protocol):
+    """A `Transport` that carries `Fetch` and `Complete` too, and a whole transfer on its own thread."""
+
+    def serve(self, serves: Serves) -> None:
+        """Answer peers that ask. Before `worker_address` is given to anybody."""
+
+    def open_answer(self, request: pb.FetchRequest) -> SendsItself:
+        """The sender's half for an ask. On the transport's thread. Raises as `Transport.open_send`."""
+
+
+class SendsItself(Protocol):
+    """A `SendChannel` that also sends on the transport's thread."""
+
+    def send_now(
+        self, header: pb.ChunkHeader, payload: Memory, answers: Any, settled: Callable[[TransportError | None], None]
+    ) -> None:
+        """Header and payload at once. `settled` hears when the payload is with the receiver, or why not. On the thread.
+
+        Raises:
+            TransportError: nothing was sent.
+        """
+
+    def send(self, header: pb.ChunkHeader, payload: Memory) -> AsyncIterator[pb.FetchResponse]: ...
+
+    async def drained(self, timeout_s: float) -> bool: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class AsksItself(Protocol):
+    """A `ReceiveChannel` that can do without the gRPC stream."""
+
+    @property
+    def asks(self) -> bool:
+        """The sender takes asks, and its payload comes by this transport."""
+
+    def ask(self, request: pb.FetchRequest, takes: Takes, limit_s: float) -> None:
+        """Ask for everything. A chunk that is announced lands within `limit_s` or the transfer ends. `close` ends it too, and
+        then nothing is called any more."""
+
+    async def tell(self, request: pb.CompleteRequest) -> bool:
+        """The last word, also after `close`. False: it could not be sent. On the loop."""
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Ask `done` again and again until it says True. On the transport's thread."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do it on the transport's thread. Any thread."""
 
 
 class ReceiveChannel(Protocol):

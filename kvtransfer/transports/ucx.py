@@ -25,9 +25,10 @@ import google_crc32c
 
 from kvtransfer.memory import on_device, use_device_of
 from kvtransfer.transports import TransportContext
-from kvtransfer.transports.base import Memory, TransportError
+from kvtransfer.transports.base import Memory, Serves, TransportError
 from kvtransfer.transports.process_watch import ProcessWatch
 from kvtransfer.transports.same_host import NO_PROCESS, ProcessId, this_process, why_unreadable
+from kvtransfer.transports.ucx_asks import Answers, Asks
 from kvtransfer.transports.ucx_channels import UcxReceiveChannel, UcxSendChannel
 from kvtransfer.transports.ucx_core import UCX_VERSION, Peer, UcxCore
 from kvtransfer.transports.ucx_environment import devices_for
@@ -36,10 +37,10 @@ from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 # What travels as `ucx_worker_address`: format, UCX major and minor version, whether error handling may be off, whether the
-# sender's memory is read, channel, CRC32C of the rest; then the process and UCX's own bytes. UCX trusts an address it is given,
-# so a damaged or foreign one must not reach it.
-_FRAME = struct.Struct("<4sBB??QI")
-_MAGIC = b"SPU2"
+# sender's memory is read, whether its owner takes asks, channel, CRC32C of the rest; then the process and UCX's own bytes. UCX
+# trusts an address it is given, so a damaged or foreign one must not reach it.
+_FRAME = struct.Struct("<4sBB???QI")
+_MAGIC = b"SPU3"
 
 SameHost = Literal["one_copy", "contained", "direct"]
 READERS = 2
@@ -70,17 +71,19 @@ ACROSS_CHUNK_BYTES = 4 * 1024 * 1024
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
     """A UCX worker address as peers exchange it. `direct_copy`: its owner allows endpoints without error handling; `process`: its
-    owner's, when peers of its host may read its memory; `reads`: a receiver that will do so."""
+    owner's, when peers of its host may read its memory; `reads`: a receiver that will do so; `asks`: its owner takes `Fetch` as
+    a UCX message."""
 
     address: bytes
     direct_copy: bool = False
     channel: int = 0
     process: ProcessId = NO_PROCESS
     reads: bool = False
+    asks: bool = False
 
     def encode(self) -> bytes:
         rest = self.process.encode() + self.address
-        fields = (*UCX_VERSION[:2], self.direct_copy, self.reads, self.channel, google_crc32c.value(rest))
+        fields = (*UCX_VERSION[:2], self.direct_copy, self.reads, self.asks, self.channel, google_crc32c.value(rest))
         return _FRAME.pack(_MAGIC, *fields) + rest
 
     @classmethod
@@ -88,13 +91,13 @@ class WorkerAddress:
         """The inverse. Raises `TransportError("refused")` for anything that this UCX should not be given."""
         if len(framed) <= _FRAME.size + ProcessId.SIZE:
             raise TransportError("refused", "the peer has no UCX worker address")
-        magic, major, minor, direct_copy, reads, channel, crc = _FRAME.unpack_from(framed)
+        magic, major, minor, direct_copy, reads, asks, channel, crc = _FRAME.unpack_from(framed)
         rest = framed[_FRAME.size :]
         if magic != _MAGIC or crc != google_crc32c.value(rest):
             raise TransportError("refused", "the peer's UCX worker address is damaged or of another format")
         if (major, minor) != UCX_VERSION[:2]:
             raise TransportError("refused", f"the peer has UCX {major}.{minor}, this side {UCX_VERSION[0]}.{UCX_VERSION[1]}")
-        return cls(rest[ProcessId.SIZE :], direct_copy, channel, ProcessId.decode(rest[: ProcessId.SIZE]), reads)
+        return cls(rest[ProcessId.SIZE :], direct_copy, channel, ProcessId.decode(rest[: ProcessId.SIZE]), reads, asks)
 
 
 class UcxTransport:
@@ -118,6 +121,7 @@ class UcxTransport:
         self._one_copy = same_host == "one_copy" and not on_device(staging)
         self._same_host = same_host
         self._core = UcxCore(net_devices, functools.partial(use_device_of, staging))
+        self._asks = Asks(self._core)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="splitpoint-read")
         self._stopping = threading.Event()
         self._watch = ProcessWatch()
@@ -131,14 +135,18 @@ class UcxTransport:
     def worker_address(self) -> bytes:
         if not self._core.address:
             return b""
-        return WorkerAddress(self._core.address, self._direct_copy, process=self._process()).encode()
+        process = self._process()
+        return WorkerAddress(self._core.address, self._direct_copy, process=process, asks=self._asks.served).encode()
+
+    def serve(self, serves: Serves) -> None:
+        """As `TakesAsks`."""
+        self._asks.serve(serves, self._way_back)
 
     def open_send(self, request: pb.FetchRequest) -> UcxSendChannel:
         """Raises `TransportError("refused")` when the receiver's address is missing or not of this UCX."""
         theirs = WorkerAddress.decode(request.ucx_worker_address)
         here = request.receiver_host_id == self._host_id
-        direct = theirs.direct_copy and self._direct_copy and here
-        peer = Peer(request.receiver_incarnation, theirs.address, error_handling=not direct)
+        peer = self._receiver(request, theirs)
         reads = theirs.reads and self._one_copy and here
         channel = UcxSendChannel(self._core, peer, theirs.channel, self._spin_s, read_by_peer=reads, counters=self._counters)
         if reads:
@@ -147,6 +155,20 @@ class UcxTransport:
             if not self._watch.watch(incarnation, theirs.process, functools.partial(self.peer_died, incarnation)):
                 self._counters["peers_not_watched"] += 1
         return channel
+
+    def open_answer(self, request: pb.FetchRequest) -> UcxSendChannel:
+        """As `TakesAsks`. Payload goes by UCX: a receiver that reads this side's memory asks by gRPC."""
+        theirs = WorkerAddress.decode(request.ucx_worker_address)
+        peer = self._receiver(request, theirs)
+        return UcxSendChannel(self._core, peer, theirs.channel, self._spin_s, read_by_peer=False, counters=self._counters)
+
+    def _receiver(self, request: pb.FetchRequest, theirs: WorkerAddress) -> Peer:
+        direct = theirs.direct_copy and self._direct_copy and request.receiver_host_id == self._host_id
+        return Peer(request.receiver_incarnation, theirs.address, error_handling=not direct)
+
+    def _way_back(self, request: pb.FetchRequest) -> Answers:
+        theirs = WorkerAddress.decode(request.ucx_worker_address)
+        return Answers(self._asks, self._receiver(request, theirs), theirs.channel)
 
     def open_receive(self, sender: pb.RankEndpoint, request: pb.FetchRequest) -> UcxReceiveChannel:
         """Fills `request.ucx_worker_address`. Raises `TransportError("refused")` like `open_send`."""
@@ -170,6 +192,7 @@ class UcxTransport:
             readers=self._readers,
             stopping=self._stopping,
             counters=self._counters,
+            asks=self._asks if theirs.asks and source is None else None,
         )
 
     def peer_died(self, incarnation: str) -> None:

@@ -9,43 +9,61 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from functools import partial
 
 from kvtransfer.memory import as_host
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.same_host import ProcessId, address_of, read_all, why_unreadable
+from kvtransfer.transports.ucx_asks import COMPLETE_TAG, Answers, Asking, Asks, Takes
 from kvtransfer.transports.ucx_core import CHUNK_BITS, Operation, Peer, UcxCore
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+
+Settled = Callable[[TransportError | None], None]
 
 RESET_AFTER_S = 5.0
 """A send between hosts that nobody took this long after its channel was closed is ended by closing the endpoint."""
 
 
 class _Channel:
-    """What both halves share: operations outstanding, and the truth about them."""
+    """What both halves share: operations outstanding, and the truth about them. Operations begin on the node's loop or on UCX's
+    thread, under `_guard`: none begins after `close`, and `drained` misses none."""
 
     def __init__(self, core: UcxCore, peer: Peer) -> None:
         self._core = core
         self._peer = peer
         self._operations: list[Operation] = []
         self._closed_at: float | None = None
+        self._guard = threading.Lock()
+
+    def _outstanding(self) -> list[Operation]:
+        with self._guard:
+            self._operations = [operation for operation in self._operations if not operation.done.done()]
+            return list(self._operations)
+
+    def _on_thread(self, header: pb.ChunkHeader, memory: Memory, spin_s: float, settled: Settled, *, sending: bool) -> Operation:
+        """An operation for UCX's thread to post. Raises `TransportError("closed")`."""
+        operation = self._core.prepare_operation(self._peer, memory, header.tag, spin_s, settled, sending=sending)
+        with self._guard:
+            if self._closed_at is not None:
+                raise TransportError("closed", f"the channel was closed before chunk {header.index}")
+            self._operations.append(operation)
+        return operation
 
     async def drained(self, timeout_s: float) -> bool:
-        pending = [operation.done for operation in self._operations if not operation.done.done()]
+        pending = [operation.done for operation in self._outstanding()]
         if pending:
             if self._closed_at is not None and time.monotonic() - self._closed_at > RESET_AFTER_S:
                 self._core.reset(self._peer)
             await asyncio.wait(pending, timeout=timeout_s)
-        self._operations = [operation for operation in self._operations if not operation.done.done()]
-        return not self._operations
+        return not self._outstanding()
 
     async def close(self) -> None:
-        if self._closed_at is None:
-            self._closed_at = time.monotonic()
-        for operation in self._operations:
-            if not operation.done.done():
-                self._core.give_up(operation)
+        with self._guard:
+            if self._closed_at is None:
+                self._closed_at = time.monotonic()
+        for operation in self._outstanding():
+            self._core.give_up(operation)
 
 
 class UcxSendChannel(_Channel):
@@ -78,16 +96,30 @@ class UcxSendChannel(_Channel):
                 return
             self._counters["chunks_not_readable"] += 1
         self._raise_failure()
-        self._operations = [operation for operation in self._operations if not operation.done.done()]
+        self._name(header)
+        operation = self._core.send(self._peer, payload, header.tag, self._spin_s)
+        self._operations = [*self._outstanding(), operation]
+        assert operation.begun is not None
+        await operation.begun
+        self._raise_failure()
+        yield pb.FetchResponse(header=header)
+
+    def send_now(self, header: pb.ChunkHeader, payload: Memory, answers: Answers, settled: Settled) -> None:
+        """On UCX's thread: header and payload at once. `settled` hears when the payload is with the receiver, or why not.
+
+        Raises:
+            TransportError: "closed", or too many chunks; nothing is sent then.
+        """
+        self._name(header)
+        operation = self._on_thread(header, payload, self._spin_s, settled, sending=True)
+        answers.header(header)
+        self._core.post(operation)
+
+    def _name(self, header: pb.ChunkHeader) -> None:
         self._sent += 1
         if self._sent >> CHUNK_BITS:
             raise TransportError("refused", f"more than {(1 << CHUNK_BITS) - 1} chunks in one transfer")
         header.tag = self._channel << CHUNK_BITS | self._sent
-        operation = self._core.send(self._peer, payload, header.tag, self._spin_s)
-        self._operations.append(operation)
-        await operation.begun
-        self._raise_failure()
-        yield pb.FetchResponse(header=header)
 
     def peer_done(self) -> None:
         """The receiver has said that it reads no more, or its process is dead."""
@@ -103,7 +135,9 @@ class UcxSendChannel(_Channel):
         return self._peer_done.is_set() or not self._offered
 
     def _raise_failure(self) -> None:
-        for operation in self._operations:
+        with self._guard:
+            operations = list(self._operations)
+        for operation in operations:
             if operation.done.done() and (failure := operation.done.result()):
                 raise TransportError(failure.reason, f"sending to incarnation {self._peer.incarnation!r}: {failure}")
 
@@ -121,8 +155,12 @@ class UcxReceiveChannel(_Channel):
         readers: Executor,
         stopping: threading.Event,
         counters: Counter[str],
+        asks: Asks | None = None,
     ) -> None:
+        """`asks`: the sender also takes `Fetch` as a UCX message (`ask`)."""
         super().__init__(core, peer)
+        self._asks = asks
+        self._asking: Asking | None = None
         self._channel = channel
         self._source = source
         self._readers = readers
@@ -151,7 +189,7 @@ class UcxReceiveChannel(_Channel):
         if len(memory) != header.bytes:
             raise TransportError("corrupt", f"chunk {header.index}: {header.bytes} bytes for a place of {len(memory)}")
         operation = self._core.receive(self._peer, memory, header.tag, timeout_s)
-        self._operations = [*(o for o in self._operations if not o.done.done()), operation]
+        self._operations = [*self._outstanding(), operation]
         try:
             failure = await asyncio.wait_for(asyncio.shield(operation.done), timeout_s)
         except TimeoutError:
@@ -162,6 +200,46 @@ class UcxReceiveChannel(_Channel):
         if failure is not None:
             raise TransportError(failure.reason, f"chunk {header.index}: {failure}")
         return header
+
+    @property
+    def asks(self) -> bool:
+        """As `AsksItself`."""
+        return self._asks is not None
+
+    def ask(self, request: pb.FetchRequest, takes: Takes, limit_s: float) -> None:
+        """As `AsksItself`."""
+        asks = self._asks
+        assert asks is not None
+
+        def operation(header: pb.ChunkHeader, memory: Memory, settled: Settled) -> Operation:
+            self._require_whole(header, memory)
+            return self._on_thread(header, memory, limit_s, settled, sending=False)
+
+        asking = self._asking = Asking(asks, self._peer, self._channel, takes, operation, limit_s)
+        self._core.run(lambda: asks.ask(asking, request))
+
+    async def tell(self, request: pb.CompleteRequest) -> bool:
+        """As `AsksItself`."""
+        asks = self._asks
+        assert asks is not None
+        told: Future[bool] = Future()
+        self._core.run(lambda: asks.say(self._peer, COMPLETE_TAG, request, lambda failure: told.set_result(failure is None)))
+        return await asyncio.wrap_future(told)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """As `AsksItself`."""
+        assert self._asks is not None
+        self._asks.watch(done)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """As `AsksItself`."""
+        self._core.run(work)
+
+    def _require_whole(self, header: pb.ChunkHeader, memory: Memory) -> None:
+        if header.tag >> CHUNK_BITS != self._channel:
+            raise TransportError("corrupt", f"chunk {header.index} names tag {header.tag:#x}, not one of this transfer")
+        if len(memory) != header.bytes:
+            raise TransportError("corrupt", f"chunk {header.index}: {header.bytes} bytes for a place of {len(memory)}")
 
     async def _read(self, header: pb.ChunkHeader, target: Callable[[pb.ChunkHeader], Memory], timeout_s: float) -> pb.ChunkHeader:
         if self._source is None:
@@ -220,4 +298,7 @@ class UcxReceiveChannel(_Channel):
 
     async def close(self) -> None:
         await super().close()
+        asks, asking = self._asks, self._asking
+        if asks is not None and asking is not None:
+            self._core.run(lambda: asks.leave(asking))
         self._core.close_channel(self._channel)

@@ -1,7 +1,7 @@
 """One UCX worker on one thread: sends, receives, endpoints, progress. Nothing here knows of chunks or leases.
 
 Only the thread touches UCX; callers live on one event loop, put commands into a queue and get futures back. The thread spins
-while a transfer moves, backs off while one stands still, and sleeps when there is none.
+while a transfer moves; while one stands still, and when there is none, it sleeps until UCX or a command wakes it.
 
 A receive is handed to UCX only when its message has announced itself, so one that never comes holds no memory, and its
 length is known before a byte is written. What was announced for a channel that is closed is taken off UCX's queue into a
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from kvtransfer.memory import as_host
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.ucx_environment import UCX_ENVIRONMENT
 from kvtransfer.transports.ucx_leaks import leaked_attachments
+from kvtransfer.transports.ucx_sleep import Sleeper
 
 # UCX reads its environment when it is loaded, so this stands before the import.
 for _name, _value in UCX_ENVIRONMENT.items():
@@ -41,6 +42,8 @@ UCX_VERSION: tuple[int, int, int] = ucx.get_ucx_version()
 CHANNEL_BITS = 40
 CHUNK_BITS = 24
 WARM_CHANNEL = 0
+ASK_CHANNEL = (1 << CHANNEL_BITS) - 1
+"""Of what peers ask for and say (ucx_asks.py): no transfer's."""
 WARM_BYTES = 64 * 1024
 WARM_SPIN_S = 0.2
 _CHANNEL_MASK = ((1 << CHANNEL_BITS) - 1) << CHUNK_BITS
@@ -82,14 +85,26 @@ class Operation:
     memory: Memory
     tag: int
     sending: bool
-    begun: asyncio.Future[None]
+    begun: asyncio.Future[None] | None
     done: asyncio.Future[TransportError | None]
     spin_until: float
+    settled: Callable[[TransportError | None], None] | None = None
+    """Called on the thread when `done` is decided, for whoever goes on there."""
     request: Any = None
     array: Any = None
     cancelled: bool = False
     endpoint: Any = None
     """What it was posted on."""
+
+
+class Guest(Protocol):
+    """Somebody else's work on the thread."""
+
+    def turn(self, now: float) -> bool:
+        """Called in every turn. True: the thread should not sleep now."""
+
+    def end(self) -> None:
+        """UCX stops."""
 
 
 @dataclass(slots=True)
@@ -121,7 +136,8 @@ class UcxCore:
         self._config = {"NET_DEVICES": net_devices} if net_devices else {}
         self._state = _State()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._wake = threading.Condition()
+        self._sleeper = Sleeper()
+        self.guest: Guest | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open_channels: set[int] = set()
@@ -141,6 +157,7 @@ class UcxCore:
         self._thread = threading.Thread(target=self._run, args=(ready,), name="splitpoint-ucx", daemon=True)
         self._thread.start()
         if failure := await ready:
+            self._sleeper.close()
             raise TransportError("refused", failure)
 
     async def stop(self) -> None:
@@ -150,12 +167,17 @@ class UcxCore:
             return
         self._submit(self._begin_stop)
         await asyncio.to_thread(thread.join)
+        self._sleeper.close()
 
     def open_channel(self) -> int:
         """A number that the tags of one transfer's messages to this worker begin with."""
-        self._next_channel = (self._next_channel + 1) % (1 << CHANNEL_BITS) or 1
+        self._next_channel = (self._next_channel + 1) % ASK_CHANNEL or 1
         self._open_channels.add(self._next_channel)
         return self._next_channel
+
+    def keep_channel(self, channel: int) -> None:
+        """Somebody takes what comes for it, for as long as this runs."""
+        self._open_channels.add(channel)
 
     def close_channel(self, channel: int) -> None:
         """What still comes for it is thrown away."""
@@ -195,21 +217,60 @@ class UcxCore:
     def _operation(self, peer: Peer, memory: Memory, tag: int, spin_s: float, *, sending: bool) -> Operation:
         operation = self._new(peer, memory, tag, spin_s, sending=sending)
         if self._thread is None or not self._thread.is_alive():
+            assert operation.begun is not None
             operation.begun.set_result(None)
             operation.done.set_result(TransportError("closed", "UCX is stopped"))
         else:
             self._submit(lambda: self._post(operation))
         return operation
 
+    # What a guest calls on the thread.
+
+    def post(self, operation: Operation) -> None:
+        """Begin an operation that `prepare_operation` made."""
+        self._post(operation)
+
+    def prepare_operation(
+        self,
+        peer: Peer,
+        memory: Memory,
+        tag: int,
+        spin_s: float,
+        settled: Callable[[TransportError | None], None],
+        *,
+        sending: bool,
+    ) -> Operation:
+        """An operation that `post` begins."""
+        operation = self._new(peer, memory, tag, spin_s, sending=sending)
+        operation.begun, operation.settled = None, settled
+        return operation
+
+    def probe(self, tag: int) -> int | None:
+        """Bytes of the oldest message under `tag` that waits, None when none does."""
+        found = self._state.worker.tag_probe(ucx.UCXXTag(tag))
+        return found.length if found.matched else None
+
+    def take(self, tag: int, memory: np.ndarray) -> Any:
+        """Receive what `probe` found into host memory; the request, which says `completed`. Longer messages are cut."""
+        return self._state.worker.tag_recv(Array(memory), ucx.UCXXTag(tag))
+
+    def lost(self, peer: Peer) -> bool:
+        """The peer is known dead, or its endpoint has failed."""
+        endpoint = self._state.endpoints.get(peer)
+        return peer.incarnation in self._state.dead or (endpoint is not None and not endpoint.alive)
+
     def _new(self, peer: Peer, memory: Memory, tag: int, spin_s: float, *, sending: bool) -> Operation:
         loop = self._loop
         assert loop is not None, "start first"
         return Operation(peer, memory, tag, sending, loop.create_future(), loop.create_future(), time.monotonic() + spin_s)
 
+    def run(self, command: Callable[[], None]) -> None:
+        """Run `command` on the thread, soon. Any thread; after `stop` it is dropped."""
+        self._submit(command)
+
     def _submit(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+        self._commands.append(command)
+        self._sleeper.wake()
 
     # ---- on the thread
 
@@ -217,8 +278,11 @@ class UcxCore:
         state = self._state
         try:
             self._prepare_thread()
-            state.context = ucx.UCXContext(self._config, feature_flags=(ucx.Feature.TAG,))
+            # WAKEUP: a message that nobody expects, such as a peer's ask, wakes the thread; it need not look for one.
+            state.context = ucx.UCXContext(self._config, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
             state.worker = ucx.UCXWorker(state.context)
+            state.worker.init_blocking_progress_mode()
+            self._sleeper.watch(state.worker.epoll_file_descriptor)
             self.address = state.worker.address.tobytes()
             self.info = state.context.info
         except (ucx.UCXError, RuntimeError, OSError) as exc:
@@ -245,15 +309,14 @@ class UcxCore:
         if moved:
             state.moved_at = now
         self._advance(now)
+        busy = self.guest is not None and self.guest.turn(now)
         if now - state.swept_at > SWEEP_EVERY_S:
             state.swept_at = now
             self._sweep(now)
         pause = self._pause_s(now)
-        if pause == 0 or state.stopping:
+        if busy or pause == 0 or state.stopping:
             return
-        with self._wake:
-            if not self._commands:
-                self._wake.wait(pause)
+        self._sleeper.sleep(pause, lambda: not self._commands and state.worker.arm())
 
     def _pause_s(self, now: float) -> float | None:
         state = self._state
@@ -321,7 +384,8 @@ class UcxCore:
             self._settle(operation, exc)
         else:
             state.operations.append(operation)
-            self._resolve(operation.begun, None)
+            if operation.begun is not None:
+                self._resolve(operation.begun, None)
 
     def _advance(self, now: float) -> None:
         """Begin receives whose message is announced, settle what has completed."""
@@ -332,7 +396,7 @@ class UcxCore:
             request = operation.request
             if request is not None and request.completed:
                 operation.request = operation.array = operation.endpoint = None
-                self._settle(operation, _failure(request))
+                self._settle(operation, failure_of(request))
         state.sinks = [entry for entry in state.sinks if not entry[0].completed]
         if state.retired:
             self._close_retired()
@@ -455,7 +519,10 @@ class UcxCore:
         self.counters["failed" if failure else "completed"] += 1
         operation.memory = None
         self._resolve(operation.done, failure)
-        self._resolve(operation.begun, None)
+        if operation.begun is not None:
+            self._resolve(operation.begun, None)
+        if operation.settled is not None:
+            operation.settled(failure)
 
     def _resolve(self, future: asyncio.Future[Any], value: Any) -> None:
         def resolve() -> None:
@@ -482,6 +549,8 @@ class UcxCore:
         self._advance(time.monotonic())
         for operation in list(state.operations):
             self._abandon(operation, TransportError("closed", "UCX is stopped"))
+        if self.guest is not None:
+            self.guest.end()
         if outstanding:
             _never_freed.append((state.sinks, state.worker, state.context))
         state.sinks = []
@@ -495,7 +564,7 @@ def _array(memory: Memory) -> Any:
     return Array(memory)
 
 
-def _failure(request: Any) -> TransportError | None:
+def failure_of(request: Any) -> TransportError | None:
     try:
         request.check_error()
     except ucx.UCXMessageTruncatedError as exc:

@@ -33,5 +33,8 @@ async def test_bytes_arrive_where_they_belong_and_every_part_is_timed() -> None:
     assert set(record["raw_ucx"]) == {str(2 * 16384), str(5 * 16384)}
     for row in record["pulls"]:
         assert all(len(samples) == 2 for samples in row["samples_s"].values())
-        assert row["median_s"]["total"] >= row["median_s"]["pull"] > row["median_s"]["wire"] > 0
-    assert len(table(record).splitlines()) == 2 + 4
+        assert row["median_s"]["total"] >= row["median_s"]["pull"] > row["median_s"]["rank"] > row["median_s"]["wire"] > 0
+    for row in record["asked_before"]:
+        assert all(len(samples) == 2 for samples in row["samples_s"].values())
+        assert row["median_s"]["answered"] > row["median_s"]["verified"]
+    assert len(table(record).splitlines()) == 3 + 4 + 2 + 4

@@ -63,7 +63,7 @@ class Watched:
 
         task = asyncio.create_task(work())
         await entered.wait()
-        await asyncio.sleep(0)  # the first heartbeat is asked
+        await asyncio.sleep(0)  # the heartbeats have begun
         yield task
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -105,6 +105,9 @@ async def test_a_pull_that_is_cancelled_is_cancelled_and_not_silent() -> None:
 async def test_several_pulls_of_one_sender_share_its_heartbeats_and_end_together() -> None:
     watched, stub = Watched(), Stub(answers=False)
     async with watched.pull(stub) as first, watched.pull(stub) as second:
+        async with asyncio.timeout(5):
+            while not stub.asked:  # noqa: ASYNC110 - a list has no event
+                await asyncio.sleep(0.005)
         assert [(r.incarnation, r.expected_incarnation) for r in stub.asked] == [("receiver", "sender")]
         watched.passes(MISSES * INTERVAL_S)
         for task in (first, second):

@@ -232,6 +232,16 @@ class FetchResponse(_message.Message):
     payload: bytes
     def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class FetchAnswer(_message.Message):
+    __slots__ = ("header", "error", "soon")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SOON_FIELD_NUMBER: _ClassVar[int]
+    header: ChunkHeader
+    error: _common_pb2.ErrorDetail
+    soon: bool
+    def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., soon: _Optional[bool] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
     __slots__ = ("incarnation", "expected_incarnation", "rank")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -315,18 +325,20 @@ class PreparePullResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("seal", "bytes", "seconds", "transport", "seals")
+    __slots__ = ("seal", "bytes", "seconds", "transport", "seals", "total_s")
     SEAL_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SEALS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     seal: Seal
     bytes: int
     seconds: float
     transport: str
     seals: _containers.RepeatedCompositeFieldContainer[Seal]
-    def __init__(self, seal: _Optional[_Union[Seal, _Mapping]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., transport: _Optional[str] = ..., seals: _Optional[_Iterable[_Union[Seal, _Mapping]]] = ...) -> None: ...
+    total_s: float
+    def __init__(self, seal: _Optional[_Union[Seal, _Mapping]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., transport: _Optional[str] = ..., seals: _Optional[_Iterable[_Union[Seal, _Mapping]]] = ..., total_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("transfer_id", "reason")

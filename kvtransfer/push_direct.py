@@ -1,0 +1,241 @@
+"""The prefill side of a transfer that is asked for over UCX: the lease is checked, and header and payload are sent, on UCX's
+thread, as soon as blocks are staged. The node's loop only guards it: deadline, the peer's silence, every early end, the drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from kvtransfer.checksum import algorithm_for, checksum
+from kvtransfer.lease import Lease
+from kvtransfer.machine import Refusal
+from kvtransfer.plan import BlockRange, next_chunk
+from kvtransfer.runtime import NodeRuntime
+from kvtransfer.transports.base import Answers, Memory, SendsItself, TakesAsks, TransportError
+from protos.errors import Code, SplitpointError
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvtransfer.push import KvTransferServicer, Outgoing
+
+logger = logging.getLogger(__name__)
+
+
+class DirectPush:
+    """What a transport serves its peers with (`transports.base.Serves`). Methods are called on the transport's thread unless they
+    say otherwise."""
+
+    def __init__(self, runtime: NodeRuntime, servicer: KvTransferServicer, transport: TakesAsks) -> None:
+        self._rt = runtime
+        self._servicer = servicer
+        self._transport = transport
+        self._waiting: dict[tuple[bytes, int], tuple[bytes, asyncio.Task[None]]] = {}
+        """Asks for what is not reserved yet, with the capability they came with. The loop's."""
+
+    def asked(self, request: pb.FetchRequest, answers: Answers) -> None:
+        """As `Serves`. What is not the ordinary case is settled on the loop, as it is for an ask by gRPC."""
+        rt = self._rt
+        found: Lease | Refusal | None = None
+        if not self._unusual(request):
+            with rt.lock:
+                if rt.leases.live(request.grant.transfer_id) is not None:
+                    found = self._servicer.fetched(request)
+        deadline = rt.now() + request.remaining_s
+        if isinstance(found, Lease):
+            self._begin(request, found, answers, deadline)
+        else:
+            self._on_loop(lambda: self._wait(request, found, answers, deadline))
+
+    def completed(self, request: pb.CompleteRequest) -> None:
+        """As `Serves`."""
+        rt = self._rt
+        rt.metrics.event("completed_directly")
+        actions = self._servicer.ended(request)
+        rt.follow_from_engine(request.grant.transfer_id, actions)
+        self._on_loop(lambda: self.left(request))
+
+    def left(self, request: pb.CompleteRequest) -> None:
+        """The receiver is not interested (any more). On the loop."""
+        capability, task = self._waiting.get((request.grant.transfer_id, request.receiver_rank), (b"", None))
+        if task is not None and hmac.compare_digest(capability, request.grant.capability):
+            task.cancel()
+
+    def _unusual(self, request: pb.FetchRequest) -> bool:
+        mine = request.sender_incarnation == self._rt.incarnation and request.transport in self._rt.transports
+        return not mine or request.HasField("share")
+
+    def _on_loop(self, work: object) -> None:
+        try:
+            self._rt.loop.call_soon_threadsafe(work)  # type: ignore[arg-type]
+        except RuntimeError:
+            self._rt.metrics.event("ask_after_stop")
+
+    # -- on the loop -----------------------------------------------------------------------------------------------------
+
+    def _wait(self, request: pb.FetchRequest, found: Refusal | None, answers: Answers, deadline: float) -> None:
+        key = request.grant.transfer_id, request.receiver_rank
+        rt = self._rt
+
+        async def run() -> None:
+            try:
+                lease = await self._reserved(request, found, deadline)
+            except SplitpointError as error:
+                answers.error(error)
+                return
+            finally:
+                self._waiting.pop(key, None)
+            answers.run(lambda: self._begin(request, lease, answers, deadline))
+
+        if key in self._waiting:
+            answers.error(rt.refused("fetch_again", "this transfer is being asked for already; a capability is used once"))
+            return
+        task = rt.tasks.spawn(f"ask {request.grant.transfer_id.hex()}", run())
+        self._waiting[key] = request.grant.capability, task
+
+    async def _reserved(self, request: pb.FetchRequest, found: Refusal | None, deadline: float) -> Lease:
+        rt = self._rt
+        if found is not None:
+            raise rt.refusal(found)
+        self._servicer.require_this(request)
+        rt.transport(request.transport)
+        if request.HasField("share"):
+            raise rt.refused("share", "a share is asked for by gRPC")
+        return await self._servicer.leased(request, deadline)
+
+    def _guard(self, request: pb.FetchRequest, send: DirectSend, answers: Answers) -> None:
+        async def run() -> None:
+            try:
+                failure = await self._servicer.until_sent(request, send.out, send.until_sent())
+            finally:
+                self._rt.stop_kicking(send.out.lease.transfer_id)
+            if failure is not None:
+                answers.error(failure)
+
+        self._rt.tasks.spawn(f"send {request.grant.transfer_id.hex()}", run())
+
+    # -- on the transport's thread ---------------------------------------------------------------------------------------
+
+    def _begin(self, request: pb.FetchRequest, lease: Lease, answers: Answers, deadline: float) -> None:
+        try:
+            channel = self._transport.open_answer(request)
+        except TransportError as exc:
+            error = self._servicer.unopened(request, lease, exc)
+            answers.error(error)
+            return
+        out = self._servicer.outgoing(request, lease, None, channel, deadline)
+        send = DirectSend(self._rt, self._servicer, out, channel, answers)
+        self._rt.kick_with(lease.transfer_id, lambda: answers.run(send.advance), answers.watch)
+        send.advance()
+        self._on_loop(lambda: self._guard(request, send, answers))
+
+
+class DirectSend:
+    """One receiver's chunks, in order. Everything but `until_sent` belongs to the transport's thread."""
+
+    def __init__(
+        self, runtime: NodeRuntime, servicer: KvTransferServicer, out: Outgoing, channel: SendsItself, answers: Answers
+    ) -> None:
+        self._rt = runtime
+        self._servicer = servicer
+        self.out = out
+        self._channel = channel
+        self._answers = answers
+        self._first_block = 0
+        self._index = 0
+        self._over = False
+        self._checking = False
+        self._sent: Future[None] = Future()
+
+    async def until_sent(self) -> None:
+        """Until the last chunk is on its way. On the loop.
+
+        Raises:
+            SplitpointError: the transfer is over, or its time is.
+            TransportError: the payload cannot go.
+        """
+        rt, lease = self._rt, self.out.lease
+        if not lease.live:
+            raise rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
+        try:
+            async with asyncio.timeout(max(0.0, self.out.deadline - rt.now())):
+                await asyncio.wrap_future(self._sent)
+        except TimeoutError:
+            text = f"{lease.staged_blocks} of {lease.num_blocks} blocks were staged when the time was over"
+            raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
+
+    def advance(self) -> None:
+        """Send what is staged and not sent. Called whenever more may be."""
+        rt, out = self._rt, self.out
+        lease = out.lease
+        while not (self._over or self._checking):
+            with rt.lock:
+                staged, live = lease.staged_blocks, lease.live
+            blocks = next_chunk(self._first_block, staged, out.block_bytes, out.chunk_bytes)
+            if not live or blocks is None:
+                return
+            payload = self._servicer.payload(lease, blocks)
+            value = self._servicer.checksum_at_hand(lease, blocks, payload)
+            if value is None:
+                self._compute(blocks, payload)
+                return
+            self._send(blocks, payload, value)
+
+    def _compute(self, blocks: BlockRange, payload: Memory) -> None:
+        """The checksum on another thread; what was sent before moves meanwhile."""
+        rt = self._rt
+        self._checking = True
+
+        def computed(work: Future[pb.Checksum]) -> None:
+            def go_on() -> None:
+                self._checking = False
+                failure = TransportError("closed", "the node stops") if work.cancelled() else work.exception()
+                if failure is not None:
+                    self._end(failure)
+                    return
+                self._send(blocks, payload, work.result())
+                self.advance()
+
+            self._answers.run(go_on)
+
+        try:
+            work = rt.executor.submit(checksum, algorithm_for(rt.settings.checksum, payload), payload)
+        except RuntimeError:
+            self._end(TransportError("closed", "the node stops"))
+            return
+        work.add_done_callback(computed)
+
+    def _send(self, blocks: BlockRange, payload: Memory, value: pb.Checksum) -> None:
+        out = self.out
+        if self._over or not out.lease.live:
+            return
+        header = self._servicer.header(out, self._index, blocks, value)
+        try:
+            self._channel.send_now(header, payload, self._answers, self._settled)
+        except TransportError as exc:
+            self._end(exc)
+            return
+        self._first_block = blocks.end
+        self._index += 1
+        if header.last:
+            with self._rt.lock:
+                self._rt.leases.sent(out.lease, self._rt.now(), receiver=out.receiver)
+            self._end(None)
+
+    def _settled(self, failure: TransportError | None) -> None:
+        if failure is not None:
+            self._end(failure)
+
+    def _end(self, failure: BaseException | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        if not self._sent.set_running_or_notify_cancel():
+            return
+        if failure is None:
+            self._sent.set_result(None)
+        else:
+            self._sent.set_exception(failure)

@@ -1,0 +1,278 @@
+"""`Fetch` and `Complete` as UCX messages, for pairs whose payload goes by UCX: asked, answered and confirmed on the threads that
+drive UCX, without a turn through any event loop.
+
+The bytes are protobuf: under `ASK_TAG` a `FetchRequest`, under `COMPLETE_TAG` a `CompleteRequest`, under number 0 of a
+transfer's channel the `FetchAnswer`s to it, in order; the numbers from 1 on are payload, as ever. A message is believed as
+little as one that came by gRPC: whoever serves it checks incarnation, capability and lease before anything is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from kvtransfer.transports.base import Memory, Serves, Takes, TransportError
+from kvtransfer.transports.ucx_core import ASK_CHANNEL, CHUNK_BITS, Operation, Peer, UcxCore, failure_of
+from protos.errors import SplitpointError
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+ASK_TAG = ASK_CHANNEL << CHUNK_BITS | 1
+COMPLETE_TAG = ASK_CHANNEL << CHUNK_BITS | 2
+MAX_MESSAGE_BYTES = 16 * 1024
+"""A request with its worker address is a few hundred bytes; who sends more is no peer."""
+SPIN_S = 0.003
+"""How long the thread looks again and again for the answer to an ask: one that has to wait longer is told by a wake-up."""
+LOOK_EVERY_S = 0.05
+
+
+class Answers:
+    """The sender's way back to one asker."""
+
+    def __init__(self, asks: Asks, peer: Peer, channel: int) -> None:
+        self._asks = asks
+        self.peer = peer
+        self._tag = channel << CHUNK_BITS
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do it on UCX's thread. Any thread."""
+        self._asks.core.run(work)
+
+    def watch(self, done: Callable[[], bool]) -> None:
+        """As `transports.base.Answers`."""
+
+        def begin() -> None:
+            self._asks.say(self.peer, self._tag, pb.FetchAnswer(soon=True))
+            self._asks.watch(done)
+
+        self.run(begin)
+
+    def header(self, header: pb.ChunkHeader) -> None:
+        """On the thread."""
+        self._asks.say(self.peer, self._tag, pb.FetchAnswer(header=header))
+
+    def error(self, error: SplitpointError) -> None:
+        """There will be no more chunks. Any thread."""
+        self.run(lambda: self._asks.say(self.peer, self._tag, pb.FetchAnswer(error=error.to_proto())))
+
+
+class Asking:
+    """The receiver's end of one ask, on UCX's thread. `operation` makes the receive of a chunk, or raises `TransportError`."""
+
+    def __init__(
+        self, asks: Asks, peer: Peer, channel: int, takes: Takes, operation: Callable[..., Operation], limit_s: float
+    ) -> None:
+        self._asks = asks
+        self.peer = peer
+        self._tag = channel << CHUNK_BITS
+        self._takes = takes
+        self._operation = operation
+        self._limit_s = limit_s
+        self._due: dict[int, float] = {}
+        """When each announced chunk must have landed, by index."""
+        self.over = False
+
+    def look(self) -> bool:
+        """Take answers that have come. False: none waits."""
+        found = False
+        while not self.over and (num_bytes := self._asks.core.probe(self._tag)) is not None:
+            self._asks.read(self._tag, num_bytes, self._answered)
+            found = True
+        return found
+
+    def check(self, now: float) -> None:
+        """Called now and then: is the peer there, does what it announced arrive?"""
+        if self.over:
+            return
+        if self._asks.core.lost(self.peer):
+            self.fail(TransportError("peer_lost", f"the connection to incarnation {self.peer.incarnation!r} failed"))
+        elif self._due and now > min(self._due.values()):
+            index = min(self._due, key=self._due.__getitem__)
+            self.fail(TransportError("timeout", f"chunk {index} did not land in {self._limit_s:.3f} s"))
+
+    def fail(self, exc: Exception) -> None:
+        """End it, once."""
+        if not self.over:
+            self.over = True
+            self._takes.failed(exc)
+
+    def _answered(self, data: bytes) -> None:
+        if self.over:
+            return
+        try:
+            answer = pb.FetchAnswer.FromString(data)
+        except DecodeError as exc:
+            self.fail(TransportError("corrupt", f"an answer that is none: {exc}"))
+            return
+        if answer.soon:
+            self._guarded(self._takes.soon)
+            return
+        if answer.HasField("error"):
+            self.fail(SplitpointError.from_proto(answer.error))
+            return
+        header = answer.header
+        try:
+            memory = self._takes.place(header)
+            # Decided by the header alone, before UCX is given the place.
+            operation = self._operation(header, memory, lambda failure: self._landed(header, memory, failure))
+        except Exception as exc:  # whatever it is ends this transfer and is raised where that is waited for, not this thread
+            self.fail(exc)
+            return
+        self._due[header.index] = self._asks.now + self._limit_s
+        self._asks.core.post(operation)
+        self._guarded(lambda: self._takes.coming(header, memory))
+
+    def _landed(self, header: pb.ChunkHeader, memory: Memory, failure: TransportError | None) -> None:
+        self._due.pop(header.index, None)
+        if self.over:
+            return
+        if failure is not None:
+            self.fail(TransportError(failure.reason, f"chunk {header.index}: {failure}"))
+            return
+        self._guarded(lambda: self._takes.landed(header, memory))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as exc:  # as above
+            self.fail(exc)
+
+
+class Asks:
+    """A guest of UCX's thread (ucx_core.Guest): what is asked here, what is asked of others."""
+
+    def __init__(self, core: UcxCore) -> None:
+        self.core = core
+        self.now = 0.0
+        self._serves: Serves | None = None
+        self._way_back: Callable[[pb.FetchRequest], Answers] | None = None
+        self._asking: set[Asking] = set()
+        self._reading: list[tuple[Any, np.ndarray, Callable[[bytes], None]]] = []
+        self._watched: list[Callable[[], bool]] = []
+        self._spin_until = 0.0
+        self._looked_at = 0.0
+        core.guest = self
+
+    @property
+    def served(self) -> bool:
+        """Somebody answers here."""
+        return self._serves is not None
+
+    def serve(self, serves: Serves, way_back: Callable[[pb.FetchRequest], Answers]) -> None:
+        """Answer peers. `way_back` makes the way back to an asker, or raises `TransportError` for an address that is none. Called
+        before any peer knows this worker's address."""
+        self._way_back = way_back
+        self._serves = serves
+        self.core.keep_channel(ASK_CHANNEL)
+
+    # -- on the thread ---------------------------------------------------------------------------------------------------
+
+    def ask(self, asking: Asking, request: pb.FetchRequest) -> None:
+        """Send it, and take what comes."""
+        self._asking.add(asking)
+        self._spin_until = self.now + SPIN_S
+
+        def settled(failure: TransportError | None) -> None:
+            if failure is not None:
+                asking.fail(failure)
+
+        self.say(asking.peer, ASK_TAG, request, settled)
+
+    def leave(self, asking: Asking) -> None:
+        """Its receiver wants no more."""
+        asking.over = True
+        self._asking.discard(asking)
+
+    def say(
+        self, peer: Peer, tag: int, message: Message, settled: Callable[[TransportError | None], None] = lambda failure: None
+    ) -> None:
+        """One small message. `settled` hears when UCX has taken it, or why not."""
+        data = np.frombuffer(bytearray(message.SerializeToString()), np.uint8)
+        # Nobody waits for its end, so the thread may sleep meanwhile.
+        self.core.post(self.core.prepare_operation(peer, data, tag, 0.0, settled, sending=True))
+
+    def read(self, tag: int, num_bytes: int, then: Callable[[bytes], None]) -> None:
+        """Take the message that `probe` found. One that is too long is cut, and with that thrown away."""
+        whole = 0 < num_bytes <= MAX_MESSAGE_BYTES
+        buffer = np.zeros(num_bytes if whole else 1, np.uint8)
+        request = self.core.take(tag, buffer)
+        if request.completed and whole:
+            self._take(request, buffer, then)
+        else:
+            self._reading.append((request, buffer, then if whole else _throw_away))
+
+    def watch(self, done: Callable[[], bool]) -> None:
+        """Ask `done` in every turn until it says True."""
+        self._watched.append(done)
+
+    def turn(self, now: float) -> bool:
+        """As `Guest`."""
+        self.now = now
+        if self._serves is not None:
+            for tag, then in ((ASK_TAG, self._asked), (COMPLETE_TAG, self._completed)):
+                while (num_bytes := self.core.probe(tag)) is not None:
+                    self.read(tag, num_bytes, then)
+        for asking in list(self._asking):
+            if asking.look():
+                self._spin_until = now + SPIN_S
+        reading, self._reading = self._reading, []
+        for entry in reading:
+            if entry[0].completed:
+                self._take(*entry)
+            else:
+                self._reading.append(entry)
+        watched, self._watched = self._watched, []
+        self._watched += [done for done in watched if not done()]
+        if now - self._looked_at > LOOK_EVERY_S:
+            self._looked_at = now
+            for asking in list(self._asking):
+                asking.check(now)
+        self._asking = {asking for asking in self._asking if not asking.over}
+        return bool(self._watched or self._reading) or (bool(self._asking) and now < self._spin_until)
+
+    def end(self) -> None:
+        """As `Guest`."""
+        for asking in list(self._asking):
+            asking.fail(TransportError("closed", "UCX is stopped"))
+        self._asking.clear()
+        self._watched.clear()
+
+    def _take(self, request: Any, buffer: np.ndarray, then: Callable[[bytes], None]) -> None:
+        failure = failure_of(request)
+        if failure is not None:
+            logger.info("ucx: a message of %d bytes was not read: %s", len(buffer), failure)
+            self.core.counters["messages_not_read"] += 1
+            return
+        then(buffer.tobytes())
+
+    def _asked(self, data: bytes) -> None:
+        try:
+            request = pb.FetchRequest.FromString(data)
+            assert self._way_back is not None
+            answers = self._way_back(request)
+        except (DecodeError, TransportError) as exc:
+            # There is nobody to answer: the asker hears it by its own deadline.
+            self.core.counters["asks_not_understood"] += 1
+            logger.warning("ucx: an ask that cannot be answered: %s", exc)
+            return
+        self.core.counters["asks"] += 1
+        assert self._serves is not None
+        self._serves.asked(request, answers)
+
+    def _completed(self, data: bytes) -> None:
+        try:
+            request = pb.CompleteRequest.FromString(data)
+        except DecodeError:
+            self.core.counters["asks_not_understood"] += 1
+            return
+        assert self._serves is not None
+        self._serves.completed(request)
+
+
+def _throw_away(data: bytes) -> None:
+    return

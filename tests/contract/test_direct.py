@@ -1,0 +1,275 @@
+"""Transfers that are asked for, answered and confirmed over UCX: the same promises as over gRPC, without its `Fetch`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos.errors import Code
+from protos.ids import new_capability
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
+from tests.support.kv_nodes import (
+    NodePair,
+    Transfer,
+    assert_scattered,
+    complete,
+    error_of,
+    small_settings,
+    until,
+)
+
+pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
+from kvtransfer.transports.ucx_asks import ASK_TAG, COMPLETE_TAG
+from kvtransfer.transports.ucx_core import Peer
+
+pytestmark = [pytest.mark.ucx, pytest.mark.timeout(60)]
+
+SETTINGS: dict[str, Any] = {
+    "transports": ("ucx", "grpc"),
+    "default_transport": "ucx",
+    # Not read from the sender's memory: that is told by gRPC.
+    "ucx_same_host": "contained",
+    "fetch_wait_s": 0.5,
+    "progress_timeout_s": 5.0,
+}
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[NodePair]:
+    async with NodePair(settings=small_settings(**SETTINGS)) as pair:
+        yield pair
+
+
+def transfer_of(pair: NodePair, num_tokens: int) -> Transfer:
+    return pair.transfer(num_tokens, "ucx")
+
+
+async def leased(pair: NodePair, state: str = "fetching") -> None:
+    await until(lambda: pair.senders[0].status().lease_states.get(state) == 1, 5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 1000])
+async def test_every_block_arrives_and_no_stream_is_opened(pair: NodePair, num_tokens: int) -> None:
+    transfer = transfer_of(pair, num_tokens)
+    (answer,) = await complete(transfer)
+    assert answer.seal.token_hash == transfer.hash
+    assert answer.total_s >= answer.seconds >= 0
+    await pair.settled()
+    sender, receiver = pair.senders[0].counters(), pair.receivers[0].counters()
+    assert (receiver["asked_directly"], receiver["pulls_delivered"]) == (1, 1)
+    assert (sender["ucx.asks"], sender["completed_directly"], sender["lease.delivered"]) == (1, 1, 1)
+    assert "complete_by_grpc" not in receiver
+
+
+async def test_what_is_staged_before_it_is_asked_for_goes_at_once(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 100)
+    await transfer.reserve()
+    transfer.gather()
+    await transfer.pull()
+    assert_scattered(transfer)
+    await pair.settled()
+
+
+async def test_chunks_travel_while_the_engine_still_gathers(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 160)
+    await transfer.reserve()
+    pull = asyncio.create_task(transfer.pull())
+    done = threading.Event()
+    transfer.gather(0, 4)
+    transfer.gather(4, 5, ready=done.is_set)
+    await until(lambda: pair.receivers[0].status().session_states.get("receiving") == 1, 5)
+    assert pair.receivers[0].receive_view(transfer.id) is None, "nothing is shown before all of it is verified"
+    done.set()
+    transfer.gather(5, 10)
+    await pull
+    assert_scattered(transfer)
+    await pair.settled()
+
+
+async def test_a_device_that_is_waited_for_wakes_the_sender(pair: NodePair) -> None:
+    """What has `wait` is waited for on a thread, which tells UCX's thread itself."""
+
+    class Copy:
+        done = threading.Event()
+
+        def __call__(self) -> bool:
+            return self.done.is_set()
+
+        def wait(self) -> None:
+            self.done.wait(20)
+
+        def wait_begun(self) -> bool:
+            self.done.wait(20)
+            return True
+
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    pull = asyncio.create_task(transfer.pull())
+    await leased(pair)
+    transfer.gather(ready=Copy())
+    assert not (await asyncio.wait([pull], timeout=0.05))[0]
+    Copy.done.set()
+    await pull
+    assert_scattered(transfer)
+    await pair.settled()
+
+
+async def test_many_at_once(pair: NodePair) -> None:
+    transfers = [transfer_of(pair, n) for n in (1, 17, 40, 64, 100, 5, 33, 80)]
+    await asyncio.gather(*(complete(t) for t in transfers))
+    await pair.settled()
+    assert pair.receivers[0].counters()["asked_directly"] == len(transfers)
+
+
+async def test_a_capability_that_is_not_the_transfers_gets_nothing(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    transfer.gather()
+    right = transfer.grant.capability
+    transfer.grant.capability = new_capability()
+    error = await error_of(transfer.pull())
+    assert error.code is Code.TRANSFER_REFUSED
+    assert "capability" in error.message
+    assert pair.senders[0].status().lease_states["sealed"] == 1, "a forged ask ends nobody's lease"
+    transfer.grant.capability = right
+    await pair.send_control.release(transfer.id, "test")
+    await pair.settled()
+
+
+async def test_an_ask_for_another_prompt_is_refused(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    transfer.gather()
+    error = await error_of(transfer.pull(token_hash=bytes(32)))
+    assert error.code is Code.TRANSFER_REFUSED
+    await pair.send_control.release(transfer.id, "test")
+    await pair.settled()
+
+
+async def test_an_ask_waits_for_its_reservation_and_no_longer_than_this_side_says(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    pull = asyncio.create_task(transfer.pull())
+    await until(lambda: pair.senders[0]._rt.pending_fetches == 1, 5)
+    await transfer.reserve()
+    transfer.gather()
+    await pull
+    assert_scattered(transfer)
+    error = await error_of(transfer_of(pair, 40).pull())
+    assert error.code is Code.TRANSFER_REFUSED
+    assert "nothing was reserved" in error.message
+    await pair.settled()
+
+
+async def test_a_receiver_that_leaves_ends_the_lease(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    pull = asyncio.create_task(transfer.pull())
+    await leased(pair)
+    pull.cancel()
+    await asyncio.wait([pull])
+    await pair.settled()
+    assert pair.senders[0].counters()["lease.released"] == 1
+
+
+async def test_a_receiver_that_leaves_before_the_reservation_is_not_sent_to() -> None:
+    async with NodePair(settings=small_settings(**{**SETTINGS, "fetch_wait_s": 30.0})) as pair:
+        transfer = transfer_of(pair, 40)
+        pull = asyncio.create_task(transfer.pull())
+        await until(lambda: pair.senders[0]._rt.pending_fetches == 1, 5)
+        pull.cancel()
+        await asyncio.wait([pull])
+        await until(lambda: pair.senders[0]._rt.pending_fetches == 0, 5)
+        await pair.settled()
+
+
+async def test_a_sender_that_ends_its_lease_is_heard(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    pull = asyncio.create_task(transfer.pull())
+    await leased(pair)
+    await pair.send_control.release(transfer.id, "test")
+    error = await error_of(pull)
+    assert error.code is Code.TRANSFER_REFUSED
+    assert "over" in error.message
+    await pair.settled()
+
+
+async def test_a_deadline_of_the_receiver_ends_both(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    error = await error_of(transfer.pull(remaining_s=0.3))
+    assert error.code is Code.DEADLINE_EXCEEDED
+    await pair.settled()
+
+
+async def test_damaged_bytes_are_not_believed(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = next(t for t in pair.senders[0]._rt.transports.values() if t.scheme == "ucx")._asks._serves
+    header = direct._servicer.header
+
+    def damaged(*args: Any) -> pb.ChunkHeader:
+        made: pb.ChunkHeader = header(*args)
+        made.checksum.value ^= 1
+        return made
+
+    monkeypatch.setattr(direct._servicer, "header", damaged)
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    transfer.gather()
+    error = await error_of(transfer.pull())
+    assert error.code is Code.TRANSFER_FAILED
+    assert "checksum" in error.message
+    assert transfer.scatter() == [None]
+    await pair.settled()
+    monkeypatch.undo()
+    await complete(transfer_of(pair, 40))
+
+
+@pytest.mark.parametrize("stopped", ["sender", "receiver"])
+async def test_stopping_amid_transfers_ends_them(stopped: str) -> None:
+    async with NodePair(settings=small_settings(**{**SETTINGS, "peer_heartbeat_s": 0.2})) as pair:
+        transfers = [transfer_of(pair, 64) for _ in range(3)]
+        pulls = [asyncio.create_task(t.pull()) for t in transfers]
+        for transfer in transfers:
+            await transfer.reserve()
+            transfer.gather(0, 2)
+        await until(lambda: len(pair.senders[0]._rt.fetches) == 3, 5)
+        left = pair.senders[0] if stopped == "receiver" else pair.receivers[0]
+        await asyncio.to_thread((pair.senders if stopped == "sender" else pair.receivers)[0].stop)
+        for pull in pulls:
+            await error_of(pull)
+        await until(lambda: left.status().leases + left.status().sessions == 0, 10)
+
+
+async def test_messages_that_are_none_change_nothing(pair: NodePair) -> None:
+    """Whoever reaches UCX's port may say anything."""
+    await complete(transfer_of(pair, 40))
+    transport = next(t for t in pair.receivers[0]._rt.transports.values() if t.scheme == "ucx")
+    core = transport._core
+    (peer,) = [p for p in core._state.endpoints if isinstance(p, Peer)]
+    settled: list[object] = []
+    forged = pb.CompleteRequest(grant=pb.TransferGrant(transfer_id=bytes(16), capability=bytes(16)), outcome="delivered")
+    messages = [
+        (ASK_TAG, b"\xff" * 100),
+        (ASK_TAG, bytes(40_000)),
+        (ASK_TAG, pb.FetchRequest(remaining_s=1).SerializeToString()),
+        (COMPLETE_TAG, b"\xff"),
+        (COMPLETE_TAG, forged.SerializeToString()),
+    ]
+
+    def say() -> None:
+        for tag, data in messages:
+            memory = np.frombuffer(bytearray(data), np.uint8)
+            core.post(core.prepare_operation(peer, memory, tag, 1.0, settled.append, sending=True))
+
+    core.run(say)
+    await until(lambda: len(settled) == len(messages), 10)
+    sender = pair.senders[0]
+    await until(lambda: sender.counters().get("ucx.asks_not_understood", 0) == 3, 5)
+    await until(lambda: sender.counters().get("lease.complete_unknown", 0) == 1, 5)
+    await complete(transfer_of(pair, 40))
+    await pair.settled()
