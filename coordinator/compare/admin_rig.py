@@ -14,10 +14,12 @@ import grpc.aio
 
 from coordinator.compare.rig import Pools, RigError
 from coordinator.compare.usage import Usage, UsageSampler
+from protos.errors import TABLE, Code
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
 CALL_TIMEOUT_S = 30.0
 READY_POLL_S = 0.5
+RESET_POLL_S = 0.2
 
 
 class AdminRig:
@@ -63,7 +65,16 @@ class AdminRig:
 
     async def reset_caches(self) -> None:
         """See `Rig`."""
-        await self._call(self._stub.ResetPrefixCaches, admin_pb2.ResetPrefixCachesRequest(), "prefix caches were not emptied")
+        until = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            try:
+                await self._stub.ResetPrefixCaches(admin_pb2.ResetPrefixCachesRequest(), timeout=CALL_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                # A worker may still hold blocks of what has just ended.
+                if error.code() is not TABLE[Code.CONFLICT].grpc or time.monotonic() > until:
+                    raise RigError(f"prefix caches were not emptied: {error.code().name}: {error.details()}") from error
+            await asyncio.sleep(RESET_POLL_S)
 
     def watch(self, arm: str, probe: int, pools: Collection[str]) -> AbstractContextManager[None]:
         """See `Rig`."""

@@ -86,6 +86,7 @@ class Experiment(BaseModel):
     parity_requests: int = Field(
         0, ge=0, le=100, description="Sent one at a time through every arm after each seed, and compared."
     )
+    quality: bool = Field(False, description="Ask the fixed question set through every arm: for arms that change numerics.")
     first_seed: PositiveInt = 1
 
     @field_validator("slo")
@@ -133,8 +134,10 @@ class Experiment(BaseModel):
 
 
 def digest(experiment: Mapping[str, Any], source: Mapping[str, Any]) -> str:
-    """SHA-256 of what two runs of one experiment have in common. Their first seeds and parity samples may differ."""
-    kept = {key: value for key, value in experiment.items() if key not in ("workload", "first_seed", "parity_requests")}
+    """SHA-256 of what runs of one experiment have in common. First seeds, and what is checked beside speed, may differ."""
+    kept = {
+        key: value for key, value in experiment.items() if key not in ("workload", "first_seed", "parity_requests", "quality")
+    }
     return hashlib.sha256(json.dumps([kept, source], sort_keys=True).encode()).hexdigest()
 
 

@@ -62,6 +62,7 @@ class Record:
 
     Of a full comparison: `experiment` is the plan as it was read and `experiment_digest` what runs of it have in common; `arms`
     are the baseline and the others; `verdicts` is the judgement of each challenger, of which `judgement` is the first's.
+    `quality` is what the question set found, `parity` one sample of equal tokens per seed; empty where the plan asks for none.
     """
 
     kind: str
@@ -92,6 +93,8 @@ class Record:
     experiment_digest: str = ""
     arms: list[ArmRecord] = field(default_factory=list)
     verdicts: dict[str, Judgement] = field(default_factory=dict)
+    quality: dict[str, Any] = field(default_factory=dict)
+    parity: list[dict[str, Any]] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:

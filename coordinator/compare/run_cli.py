@@ -138,13 +138,17 @@ async def _measure(
     errors: Console,
 ) -> Record:
     from coordinator.compare.admin_rig import AdminRig
+    from coordinator.compare.checks import GrpcChecks
     from coordinator.compare.clients import ClientProcesses
     from coordinator.compare.experiment import digest
-    from coordinator.compare.load import RequestFailedError
+    from coordinator.compare.http_client import SCHEMES
+    from coordinator.compare.judged import engine_arguments
+    from coordinator.compare.load import ArmTarget, RequestFailedError
+    from coordinator.compare.quality.client import QualityClient
     from coordinator.compare.record import write
     from coordinator.compare.rig import Rig, StandingRig
     from coordinator.compare.run import ComparisonError
-    from coordinator.compare.runner import Tools, engine_arguments
+    from coordinator.compare.runner import Tools
     from coordinator.compare.runner import run as measure
     from coordinator.compare.undisturbed import prompt_client
 
@@ -166,7 +170,18 @@ async def _measure(
                 arm.engine = engine_arguments(record.manifest, arm.pools)
             write(record, path)
 
-        tools = Tools(client=client, know=client.know, rig=rig, say=stack.enter_context(_drawn(errors)), save=save)
+        targets: dict[str, ArmTarget] = {}
+
+        def know(name: str, arm: ArmTarget) -> None:
+            targets[name] = arm
+            client.know(name, arm)
+
+        checks = None
+        if (plan.quality or plan.parity_requests) and not gateway.startswith(SCHEMES):
+            asker = await stack.enter_async_context(QualityClient(gateway, model=model, api_key=api_key))
+            checks = GrpcChecks(asker, model, targets.__getitem__)
+        drawn = stack.enter_context(_drawn(errors))
+        tools = Tools(client=client, know=know, rig=rig, checks=checks, say=drawn, save=save)
         return await measure(
             plan,
             material.workload,

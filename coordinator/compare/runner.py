@@ -9,28 +9,24 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
-from coordinator.compare import bracket
+from coordinator.compare import bracket, judged
 from coordinator.compare.blocks import Turn, schedule
 from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment
-from coordinator.compare.faults import LATE_CLIENT, Fault, inspect, mistuned
-from coordinator.compare.goodput import floor, ratios, seed_knees
-from coordinator.compare.load import Client, Probe, Slo, run_probe
-from coordinator.compare.notes import knee_notes, to_settle, void_notes
-from coordinator.compare.paired import paired
-from coordinator.compare.priors import priors
+from coordinator.compare.goodput import seed_knees
+from coordinator.compare.load import Client, Probe, run_probe
 from coordinator.compare.record import ArmRecord, Record, TuningStep, utc_now
 from coordinator.compare.rig import Rig, StandingRig
 from coordinator.compare.run import ComparisonError, Workloads, calibrate
 from coordinator.compare.slo import SloSpec, parse
-from coordinator.compare.summary import arm as summary_of
 from coordinator.compare.summary import summarise
-from coordinator.compare.verdict import Judgement, Verdict, judge, judge_family
-from coordinator.compare.workload import Workload, lengths
+from coordinator.compare.verdict import judge
 
+Place = Callable[[str], Awaitable[None]]
+"""Given an arm's name."""
 TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until one has ended."""
 SPARE_SEEDS_SHARE = 0.25
@@ -61,8 +57,21 @@ class Tools:
     now: Callable[[], float] = time.perf_counter
     say: Callable[[Progress], None] = lambda progress: None
     save: Callable[[Record], None] = lambda record: None
+    checks: Checks | None = None
+    """Asked where the plan wants parity or quality; without, such a plan is refused."""
     salt: str = field(default_factory=lambda: f"{time.time_ns():x}")
     """Prefix caches outlive a comparison: this run's prompts must be new to them too."""
+
+
+class Checks(Protocol):
+    """What is asked of arms beside speed. `place` is awaited before an arm's turn: it stands then, with empty caches.
+
+    Both raise `ComparisonError` where nothing can be said, and give what belongs into the record.
+    """
+
+    async def parity(self, arms: Sequence[str], seed: int, requests: int, place: Place) -> dict[str, Any]: ...
+
+    async def quality(self, arms: Sequence[str], place: Place) -> dict[str, Any]: ...
 
 
 async def run(
@@ -131,6 +140,7 @@ class _Run:
             chosen = [statistics.fmean(self._arm(name).tried[self._arm(name).candidate]) for name in self._names]
             record.rates_per_s = list(bracket.rates_around(chosen, self._experiment.rates, self._experiment.spread))
             self._save()
+        await self._check_quality()
         await self._seeds()
         return record
 
@@ -193,8 +203,7 @@ class _Run:
             for seed in range(TUNING_SEEDS_FROM, TUNING_SEEDS_FROM + experiment.tuning_seeds):
                 points = await self._search(arm, seed, start)
                 steps += [TuningStep(candidate=candidate, seed=seed, rate_per_s=r, attainment=a) for r, a in points.items()]
-                judged = experiment.requests - experiment.warm_up
-                found = bracket.found(points, judged)
+                found = bracket.found(points, experiment.requests - experiment.warm_up)
                 if found is None:
                     break
                 tried.setdefault(candidate, []).append(found)
@@ -230,7 +239,7 @@ class _Run:
         record.notes = [note for note in record.notes if not note.startswith(OUT_OF_TIME)]
         # A seed whose rates miss a knee gives no ratio; some more may take the place of such.
         for place in range(last + math.ceil(last * SPARE_SEEDS_SHARE)):
-            if _settled(record.verdicts) or min((found.seeds for found in record.verdicts.values()), default=0) >= last:
+            if judged.settled(record.verdicts) or min((found.seeds for found in record.verdicts.values()), default=0) >= last:
                 break
             seed = experiment.first_seed + place
             if seed in done:
@@ -268,9 +277,36 @@ class _Run:
         sent = self._workloads(seed, experiment.requests)
         record.workloads.append(sent.spec)
         record.workload_digests[str(seed)] = sent.source_digest or sent.digest
+        await self._check_parity(seed)
         record.knees.append(seed_knees(record.probes, seed, record.slo, self._names, experiment.baseline))
         self._judge()
         self._save()
+
+    # Beside speed ---------------------------------------------------------------------------------------------------------
+
+    async def _check_quality(self) -> None:
+        record = self._whole
+        if self._experiment.quality and not record.quality:
+            self._tools.say(Progress("the question set through every arm", 0.0))
+            record.quality = await self._checks.quality(self._names, self._cleared)
+            self._save()
+
+    async def _check_parity(self, seed: int) -> None:
+        if self._experiment.parity_requests:
+            self._tools.say(Progress(f"seed {seed}, equal tokens", 0.0))
+            sample = await self._checks.parity(self._names, seed, self._experiment.parity_requests, self._cleared)
+            self._whole.parity.append(sample)
+
+    async def _cleared(self, name: str) -> None:
+        """The arm stands, and nothing is cached: arms that share workers must not find each other's KV."""
+        await self._place(self._arm(name))
+        await self._tools.rig.reset_caches()
+
+    @property
+    def _checks(self) -> Checks:
+        if self._tools.checks is None:
+            raise ComparisonError("parity_requests and quality need the gRPC address of a gateway")
+        return self._tools.checks
 
     # One probe ------------------------------------------------------------------------------------------------------------
 
@@ -342,36 +378,11 @@ class _Run:
         return sum(probes * (self._experiment.requests / rate + TAIL_S) for rate in self._whole.rates_per_s)
 
     def _judge(self) -> None:
-        """Everything in the record that follows from its probes."""
-        record, experiment = self._whole, self._experiment
-        if not record.knees:
-            return
-        sent = [self._workloads(entry["seed"], experiment.requests) for entry in record.knees]
-        record.faults = self._faults(sent)
-        record.lengths = lengths(sent)
-        record.loaded = [summary_of(name, record.probes, record.slo) for name in self._names]
-        record.paired = paired(record.probes, experiment.challengers[0], experiment.baseline)
-        record.priors = _priors(record.slo, record, record.lengths["output"]["mean"])
-        record.verdicts = judge_challengers(record.knees, experiment, [fault.text for fault in record.faults if fault.unfit])
-        record.judgement = record.verdicts[experiment.challengers[0]]
-        kept = [note for note in record.notes if note.startswith(OUT_OF_TIME)]
-        found = void_notes(record.probes, self._names) + knee_notes(record.knees, self._names)
-        found += to_settle(record.knees, record.probes, self._names)
-        record.notes = found + [fault.text for fault in record.faults] + self._tools.rig.notes() + kept
-
-    def _faults(self, sent: Sequence[Workload]) -> list[Fault]:
-        record, experiment = self._whole, self._experiment
-        found = [fault for fault in inspect(record.probes, sent, self._names) if fault.kind != LATE_CLIENT]
-        # A probe that was sent again in its place is no loss; one that stayed void is.
-        lost = _lost_probes(record.probes)
-        if lost > 0.1 * len(record.probes):
-            text = f"the client fell behind: {lost} of {len(record.probes)} probes are void"
-            found.insert(0, Fault(LATE_CLIENT, text, True))
-        for arm in record.arms:
-            fault = mistuned(arm.name, arm.tried, arm.candidate, experiment.margin)
-            if fault is not None:
-                found.append(fault)
-        return found
+        record = self._whole
+        if record.knees:
+            sent = [self._workloads(entry["seed"], self._experiment.requests) for entry in record.knees]
+            kept = [note for note in record.notes if note.startswith(OUT_OF_TIME)]
+            judged.refresh(record, self._experiment, sent, more_notes=[*self._tools.rig.notes(), *kept])
 
     def _save(self) -> None:
         record = self._whole
@@ -379,63 +390,3 @@ class _Run:
         # A seed that was cut short has no probes in the record; neither have its samples, nor those of tuning.
         record.usage = self._usage_before + [each for each in self._tools.rig.usage() if 0 <= each.probe < len(record.probes)]
         self._tools.save(record)
-
-
-def judge_challengers(knees: Sequence[dict[str, Any]], experiment: Experiment, faults: Sequence[str]) -> dict[str, Judgement]:
-    """One judgement per challenger against the baseline; with several, Holm's correction among them.
-
-    Only at planned looks anything is decided.
-    """
-    against = {name: ratios(knees, name, experiment.baseline) for name in experiment.challengers}
-    itself = floor(knees, experiment.baseline)
-    found = {
-        name: judge(
-            differences,
-            itself,
-            experiment.margin,
-            looks=experiment.looks,
-            faults=faults,
-            challenger=name,
-            baseline=experiment.baseline,
-        )
-        for name, differences in against.items()
-    }
-    if len(found) == 1:
-        return found
-    together = judge_family({name: (differences, itself) for name, differences in against.items()}, experiment.margin)
-    for name, alone in found.items():
-        other = together[name]
-        found[name] = replace(alone, p_adjusted=other.p_adjusted)
-        if alone.verdict is not Verdict.UNDECIDED and other.verdict is Verdict.UNDECIDED:
-            found[name] = replace(found[name], verdict=other.verdict, reason=other.reason, seeds_needed=other.seeds_needed)
-    return found
-
-
-def engine_arguments(manifest: dict[str, Any], pools: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By pool, the arguments of its engines as the manifest tells them; of all pools where none is named."""
-    settings = manifest.get("settings", {})
-    common, known = settings.get("engine", {}), settings.get("pools", {})
-    return {name: {**common, **known[name].get("engine", {})} for name in pools or known if name in known}
-
-
-def _settled(verdicts: dict[str, Judgement]) -> bool:
-    return bool(verdicts) and all(found.verdict is not Verdict.UNDECIDED for found in verdicts.values())
-
-
-def _lost_probes(probes: Sequence[Probe]) -> int:
-    """Void probes in whose place no other counted."""
-    kept = {(p.seed, p.rate_per_s, p.path, p.half) for p in probes if not p.void}
-    return len({(p.seed, p.rate_per_s, p.path, p.half) for p in probes if p.void} - kept)
-
-
-def _priors(slo: Slo, record: Record, mean_output_tokens: float) -> list[str]:
-    base = record.unloaded[0]
-    if base.ttft is None or base.tpot is None or min(base.ttft.p50, base.tpot.p50) <= 0:
-        return []
-    return priors(
-        tpot_slo_s=slo.tpot_s,
-        unloaded_tpot_s=base.tpot.p50,
-        ttft_slo_s=slo.ttft_s,
-        unloaded_ttft_s=base.ttft.p50,
-        mean_output_tokens=mean_output_tokens,
-    )
