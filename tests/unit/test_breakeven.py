@@ -47,14 +47,14 @@ class TestModel:
     def test_an_idle_engine_takes_a_requests_own_time(self) -> None:
         alone = TRUTH.times(COLOCATED, 1000, 11, 1e-9)
         c = TRUTH.coefficients
-        assert alone.ttft_s == pytest.approx(c.fixed_s + c.step_s + 1000 * (c.token_s + c.context_s))
-        assert alone.tpot_s == pytest.approx(c.step_s + c.token_s + c.context_s * 1005.5)
+        assert alone.ttft_s == pytest.approx(c.fixed_s + c.step_s + 1000 * (c.prompt_token_s + c.context_s))
+        assert alone.tpot_s == pytest.approx(c.step_s + c.decode_token_s + c.context_s * 1005.5)
 
     def test_the_wait_for_kv_is_spread_over_the_tokens_after_the_first(self) -> None:
         split, colocated = (TRUTH.times(arm, 2000, 5, 1e-9) for arm in (SPLIT, COLOCATED))
         c = TRUTH.coefficients
         moved_s = TRUTH.kv_bytes_per_token * 2000 / LINK
-        hidden_s = c.hidden * (c.step_s + 2000 * (c.token_s + c.context_s))
+        hidden_s = c.hidden * (c.step_s + 2000 * (c.prompt_token_s + c.context_s))
         assert split.wait_s == pytest.approx(c.transfer_s + moved_s - hidden_s)
         assert split.tpot_s is not None
         assert colocated.tpot_s is not None

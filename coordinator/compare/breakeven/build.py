@@ -86,8 +86,8 @@ def build(
         notes.append(f"the link is taken for {link:.3g} bytes/s, what the fastest tenth of the transfers reached")
     try:
         if kv_bytes is None:
-            raise FitError("no request tells how much KV it moved")
-        found = fit(seen, used, kv_bytes, link)
+            notes.append("no request tells how much KV it moved: the link's part of the model is by the token")
+        found = fit(seen, used, kv_bytes or 1.0, link if kv_bytes is not None else None)
     except FitError as error:
         notes.append(f"no model: {error}")
     calibrated = tuple(

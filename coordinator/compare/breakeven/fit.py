@@ -39,7 +39,7 @@ def fit(
     free = [i for i, name in enumerate(NAMES) if name != known]
     # All unknowns are of the size of one, so that one step size suits all.
     scale = np.maximum(np.array(start), _least(found, kv_bytes_per_token))
-    upper = np.array([np.inf, np.inf, np.inf, np.inf, MAX_QUEUEING, np.inf, np.inf, 1.0]) / scale
+    upper = np.array([{"queueing": MAX_QUEUEING, "hidden": 1.0}.get(name, np.inf) for name in NAMES]) / scale
 
     def whole(x: Floats) -> Coefficients:
         values = np.array(start)
@@ -106,6 +106,7 @@ def _start(found: Sequence[Observation], kv_bytes: float, bandwidth: float | Non
     return [
         step_s,
         token_s,
+        0.1 * step_s,
         0.1 * token_s,
         0.1 * min(one.ttft_s for one in found),
         0.5,
@@ -120,7 +121,7 @@ def _least(found: Sequence[Observation], kv_bytes: float) -> Floats:
     ttft_s = min(one.ttft_s for one in found)
     longest = max(one.input_tokens for one in found)
     small = 1e-3 * ttft_s
-    return np.array([small, small / longest, small / longest, small, 0.1, small, small / (longest * kv_bytes), 0.1])
+    return np.array([small, small / longest, small, small / longest, small, 0.1, small, small / (longest * kv_bytes), 0.1])
 
 
 def _errors(end: optimize.OptimizeResult, scale: Floats) -> list[float]:

@@ -1,8 +1,9 @@
 """What a request takes, split and colocated, by a step time and a transfer time. Pure.
 
-A step takes `step_s + token_s x tokens + context_s x context`; KV takes `transfer_s + bytes / bandwidth`, less what prefill
-hides. Requests share an engine: whatever one takes alone is stretched by the share of the engine that all of them keep busy.
-That is a mean-field model, good for the place of the break-even and for nothing finer.
+A step takes `step_s`, `prompt_token_s` for each prompt token, `decode_token_s` for each decoding request and `context_s` for each
+token of context; KV takes `transfer_s` and its bytes over the bandwidth, less what prefill hides. Requests share an engine:
+whatever one takes alone is stretched by the share of the engine that all of them keep busy. That is a mean-field model, good for
+the place of the break-even and for nothing finer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Coefficients:
     bandwidth is unknown what is left of it after overlap; `hidden` is 0 then."""
 
     step_s: float
-    token_s: float
+    prompt_token_s: float
+    decode_token_s: float
     context_s: float
     fixed_s: float
     queueing: float
@@ -105,10 +107,10 @@ class Model:
         c, layout = self.coefficients, self.layout
         mix = mix or Mix.of(input_tokens, output_tokens)
         rate = load * layout.accelerators
-        alone_s = c.step_s + (c.token_s + c.context_s) * input_tokens
-        prefill_work_s = (c.token_s + c.context_s) * mix.input_tokens
-        decode_work_s = c.token_s * mix.decoded_tokens + c.context_s * mix.attended_tokens
-        one_step_s = c.step_s + c.token_s + c.context_s * (input_tokens + output_tokens / 2)
+        alone_s = c.step_s + (c.prompt_token_s + c.context_s) * input_tokens
+        prefill_work_s = (c.prompt_token_s + c.context_s) * mix.input_tokens
+        decode_work_s = c.decode_token_s * mix.decoded_tokens + c.context_s * mix.attended_tokens
+        one_step_s = c.step_s + c.decode_token_s + c.context_s * (input_tokens + output_tokens / 2)
         decoded = output_tokens - 1
         if arm == COLOCATED:
             busy = rate / layout.colocated * (prefill_work_s + decode_work_s)
