@@ -83,6 +83,10 @@ def serve_path(
         except grpc.aio.AioRpcError as error:
             raise _failed(f"{gateway}: {error.code().name}: {error.details()}") from error
         text = f"parity: {found['equal']} of {found['compared']} prompts; colocated with itself: {found['floor']}"
+        text += f"; gaps moved by {found['moved_nats']:.4f} nats, colocated with itself by {found['floor_nats']:.4f}"
+        for one in found["different"]:
+            gaps = "split {split_gap_nats:.4f}, colocated {colocated_gap_nats:.4f}; same two best: {same_two_best}"
+            text += f"\n{one['prompt']}: part at {one.get('position')}" + (", " + gaps.format(**one) if "position" in one else "")
         _finish(found, text, json_file)
         raise typer.Exit(0 if found["equal"] == found["compared"] else 1)
     try:

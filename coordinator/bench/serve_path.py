@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from coordinator.compare.load import PATHS, GrpcClient, Outcome, RequestFailedError, run_one_at_a_time, run_probe
+from coordinator.compare.quality.parity import first_divergence, gap_noise, top_two_gap
 from coordinator.compare.stats import percentile
 from coordinator.compare.undisturbed import prompt_client
 from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
@@ -25,6 +26,7 @@ from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 DEADLINE_S = 60.0
 FLOOR_ASKS = 3
+CANDIDATES = 5
 PARITY_TEXTS = (
     "The capital of France is Paris.\nThe capital of England is",
     "Once upon a time there was a small",
@@ -87,39 +89,70 @@ async def parity(target: str, spec: ServePathSpec, texts: Sequence[str] = ()) ->
     """Greedy answers of both paths to the same prompts, one at a time: `equal`, `compared`, and where answers differ.
 
     Random token prompts of `parity_lengths`, then `texts`. `floor`: how many prompts the colocated path answers alike when it is
-    asked `FLOOR_ASKS` times, by whichever workers: below `compared`, near ties decide beside the hand-over.
+    asked `FLOOR_ASKS` times, by whichever workers: below `compared`, near ties decide beside the hand-over. `moved_nats` is the
+    most that the gap between two best candidates differed between the paths while they had said the same, `floor_nats` between
+    colocated answers; a difference at a gap of that size is a near tie, and damaged KV would move it by far more.
     """
     prompts: list[Any] = [
         _requests(spec, 700 + length, 1, max(4, length), 1, "parity")[0].prompt_token_ids[:length]
         for length in spec.parity_lengths
     ]
     prompts += texts
-    found: dict[str, Any] = {"compared": 0, "equal": 0, "floor": 0, "different": []}
+    found: dict[str, Any] = {"compared": 0, "equal": 0, "floor": 0, "moved_nats": 0.0, "floor_nats": 0.0, "different": []}
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         for prompt in prompts:
             split = await _answer(stub, prompt, "split", spec.parity_output_tokens)
             colocated = [await _answer(stub, prompt, "colocated", spec.parity_output_tokens) for _ in range(FLOOR_ASKS)]
             found["compared"] += 1
-            found["floor"] += all(answer == colocated[0] for answer in colocated)
-            if split in colocated:
+            found["floor"] += all(answer.token_ids == colocated[0].token_ids for answer in colocated)
+            found["moved_nats"] = max(found["moved_nats"], gap_noise(split, colocated[0]))
+            found["floor_nats"] = max(found["floor_nats"], *(gap_noise(answer, colocated[0]) for answer in colocated[1:]))
+            if split.token_ids in [answer.token_ids for answer in colocated]:
                 found["equal"] += 1
             else:
                 name = prompt if isinstance(prompt, str) else f"{len(prompt)} tokens"
-                found["different"].append({"prompt": name[:80], "split": split, "colocated": colocated})
+                found["different"].append({"prompt": name[:80], **_parting(split, colocated)})
     return found
 
 
-async def _answer(stub: Any, prompt: Any, path: str, output_tokens: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tokens and, for each, the best candidates (coordinator/compare/quality/parity.py)."""
+
+    token_ids: list[int]
+    logprobs: list[list[tuple[int, float, int]]]
+
+
+def _parting(split: Answer, colocated: Sequence[Answer]) -> dict[str, Any]:
+    """Where the paths part, and how near a tie that was, in nats: the gap between the two best candidates on each path."""
+    position = first_divergence(split, colocated[0])
+    found: dict[str, Any] = {"split": split.token_ids, "colocated": [answer.token_ids for answer in colocated]}
+    if position is None:
+        return found
+    split_best, colocated_best = ({token for token, _, _ in side.logprobs[position][:2]} for side in (split, colocated[0]))
+    return {
+        **found,
+        "position": position,
+        "same_two_best": split_best == colocated_best,
+        "split_gap_nats": top_two_gap(split, position),
+        "colocated_gap_nats": top_two_gap(colocated[0], position),
+        "candidates": {"split": split.logprobs[position], "colocated": colocated[0].logprobs[position]},
+    }
+
+
+async def _answer(stub: Any, prompt: Any, path: str, output_tokens: int) -> Answer:
     request = generation_pb2.GenerateRequest(
-        sampling_params=common_pb2.SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        sampling_params=common_pb2.SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, logprobs=CANDIDATES)
     )
     if isinstance(prompt, str):
         request.text = prompt
     else:
         request.tokenized.input_ids.extend(prompt)
     replies = [r async for r in stub.Generate(request, metadata=(("x-splitpoint-path", path),), timeout=DEADLINE_S)]
-    return list(replies[-1].complete.output_ids)
+    complete = replies[-1].complete
+    rows = [[(e.token_id, e.logprob, e.rank) for e in row.entries] for row in complete.logprobs]
+    return Answer(list(complete.output_ids), [sorted(row, key=lambda entry: -entry[1]) for row in rows])
 
 
 def _requests(spec: ServePathSpec, seed: int, count: int, prompt: int, output: int, salt: str) -> tuple[PlannedRequest, ...]:
