@@ -47,7 +47,6 @@ class DirectPull:
         self._times = Times()
         self._over = False
         self._prepared: dict[int, Any] = {}
-        self._rehearsed = False
 
     async def run(self, fetch: pb.FetchRequest, limit_s: float) -> Times:
         """Ask, and wait until the session is verified. Whoever cancels this closes the channel.
@@ -73,16 +72,12 @@ class DirectPull:
     def soon(self) -> None:
         """As `Takes`."""
         rehearse_on_device(self._rt.receive_memory)
-        self._rehearsed = True
 
     def coming(self, header: pb.ChunkHeader, memory: Memory) -> None:
         """As `Takes`."""
         prepared = prepare_on_device(header.checksum.algorithm, memory)
-        if prepared is None:
-            return
-        self._prepared[header.index] = prepared
-        if not self._rehearsed:
-            self.soon()
+        if prepared is not None:
+            self._prepared[header.index] = prepared
 
     def landed(self, header: pb.ChunkHeader, memory: Memory) -> None:
         """As `Takes`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -128,7 +129,7 @@ class DirectPush:
             return
         out = self._servicer.outgoing(request, lease, None, channel, deadline)
         send = DirectSend(self._rt, self._servicer, out, channel, answers)
-        self._rt.kick_with(lease.transfer_id, lambda: answers.run(send.advance), answers.watch)
+        self._rt.kick_with(lease.transfer_id, lambda: answers.run(send.advance), send.watch)
         send.advance()
         self._on_loop(lambda: self._guard(request, send, answers))
 
@@ -166,6 +167,20 @@ class DirectSend:
         except TimeoutError:
             text = f"{lease.staged_blocks} of {lease.num_blocks} blocks were staged when the time was over"
             raise rt.remember(SplitpointError(Code.DEADLINE_EXCEEDED, text)) from None
+
+    def watch(self, done: Callable[[], bool]) -> None:
+        """A gather is nearly `done`: look at it from the transport's thread. Any thread."""
+        self._answers.watch(done)
+        self._answers.run(self._rehearse)
+
+    def _rehearse(self) -> None:
+        """Do once for nothing what follows the gather: after a long sleep the first time takes several times as long."""
+        lease = self.out.lease
+        blocks = next_chunk(self._first_block, lease.committed_blocks, self.out.block_bytes, self.out.chunk_bytes)
+        if blocks is not None and not (self._over or self._checking):
+            value = self._servicer.checksum_at_hand(lease, blocks, self._servicer.payload(lease, blocks))
+            if value is not None:
+                self._servicer.header(self.out, self._index, blocks, value).SerializeToString()
 
     def advance(self) -> None:
         """Send what is staged and not sent. Called whenever more may be."""

@@ -41,6 +41,7 @@ DRAIN_POLL_S = 0.25
 GATHER_POLL_S = 0.0002
 DEVICE_WAITERS = 8
 DEVICE_SPIN_S = 0.0005
+LET_IT_SEND_S = 0.005
 
 
 class NodeRuntime:
@@ -211,6 +212,8 @@ class NodeRuntime:
         watch = self._watchers.get(lease.transfer_id)
         if watch is not None and hasattr(ready, "wait_begun") and ready.wait_begun():
             watch(lambda: bool(ready()) and self._settle(lease, gather))
+            # Waiting for the very moment would take the interpreter from that thread then.
+            time.sleep(LET_IT_SEND_S)
         ready.wait()
         self._settle(lease, gather)
 

@@ -74,7 +74,7 @@ class Takes(Protocol):
         """Where this chunk lands. What it raises ends the transfer."""
 
     def soon(self) -> None:
-        """A chunk will be announced within a moment."""
+        """A chunk may be announced within a moment: it has just been asked for, or the sender says so."""
 
     def coming(self, header: pb.ChunkHeader, memory: Memory) -> None:
         """It is on its way there: time to prepare what follows."""

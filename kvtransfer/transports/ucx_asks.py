@@ -77,6 +77,10 @@ class Asking:
         """When each announced chunk must have landed, by index."""
         self.over = False
 
+    def expect(self) -> None:
+        """It may be answered at once."""
+        self._guarded(self._takes.soon)
+
     def look(self) -> bool:
         """Take answers that have come. False: none waits."""
         found = False
@@ -182,6 +186,7 @@ class Asks:
                 asking.fail(failure)
 
         self.say(asking.peer, ASK_TAG, request, settled)
+        asking.expect()
 
     def leave(self, asking: Asking) -> None:
         """Its receiver wants no more."""
