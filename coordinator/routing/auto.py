@@ -1,0 +1,192 @@
+"""Which path a request takes: both paths' times predicted under the present load, against its objective. Pure.
+
+The prediction is calibrated step times and a queue, corrected by what really came: engines drift, and a calibration is never
+exact. A small share of the requests goes the other way, or a path that got better would never be seen again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SPLIT = "split"
+COLOCATED = "colocated"
+PATHS = (SPLIT, COLOCATED)
+
+BUSIEST = 0.95
+"""Of an engine's time taken by prefill: beyond it a decode step is not predicted to take longer still."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """One path's calibrated times, seconds.
+
+    `first_token_s` and `prompt_token_s`: a prompt's fixed part, and each token that is not cached. `step_s` and `running_s`: a
+    decode step alone, and what each further running sequence adds. `handover_s` and `handover_token_s`: what moving a prompt's
+    KV adds between the first token and the second, fixed and per prompt token; 0 where nothing moves.
+    """
+
+    first_token_s: float
+    prompt_token_s: float
+    step_s: float
+    running_s: float
+    handover_s: float = 0.0
+    handover_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathLoad:
+    """What a path's next worker has before it: prompt tokens queued, sequences that decode, and the share of the decoding
+    engine's time that prompts take (0 where decode has its engine to itself)."""
+
+    queued_tokens: int = 0
+    running: int = 0
+    prompt_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One request: its prompt, how much of it has to be computed, and the tokens it is expected to answer."""
+
+    prompt_tokens: int
+    uncached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a request is to meet, seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """TTFT and TPOT, predicted or measured, seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def against(self, objective: Objective) -> float:
+        """The worse of the two as a share of its objective: up to 1 both are met."""
+        return max(self.ttft_s / objective.ttft_s, self.tpot_s / objective.tpot_s)
+
+
+def predict(times: StepTimes, load: PathLoad, work: Work) -> Times:
+    """A path's times for a request that starts now."""
+    ttft_s = times.first_token_s + times.prompt_token_s * (load.queued_tokens + work.uncached_tokens)
+    step_s = (times.step_s + times.running_s * load.running) / (1.0 - min(load.prompt_share, BUSIEST))
+    handover_s = times.handover_s + times.handover_token_s * work.prompt_tokens
+    return Times(ttft_s, step_s + handover_s / max(1, work.output_tokens - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoSettings:
+    """`hysteresis`: how much better the other path must be predicted before requests of a kind change over. `explore_share` goes
+    the other way. `learning_rate`: the weight of one request in a path's correction. `decisions` are remembered."""
+
+    hysteresis: float = 0.1
+    explore_share: float = 0.02
+    learning_rate: float = 0.02
+    decisions: int = 4096
+
+
+@dataclass(slots=True, kw_only=True)
+class Decision:
+    """One choice with everything it came from. `why`: "predicted", "held" (by hysteresis), "explored", "only_path"."""
+
+    path: str
+    why: str
+    work: Work
+    objective: Objective
+    loads: Mapping[str, PathLoad]
+    predicted: Mapping[str, Times]
+    measured: Times | None = None
+
+    def lost_by(self) -> float:
+        """How much worse, as a share of the objective, it went than the other path was predicted to; 0 when it did not lose."""
+        others = [times.against(self.objective) for path, times in self.predicted.items() if path != self.path]
+        if self.measured is None or not others:
+            return 0.0
+        return max(0.0, self.measured.against(self.objective) - min(others))
+
+
+@dataclass(slots=True)
+class _Correction:
+    """Of one path: measured over predicted, as logarithms that follow slowly."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+    seen: int = 0
+
+
+@dataclass(slots=True)
+class AutoPath:
+    """Decides, and learns from what came of it. `times` are the calibration of each path that can be taken."""
+
+    times: Mapping[str, StepTimes]
+    settings: AutoSettings = field(default_factory=AutoSettings)
+    log: deque[Decision] = field(init=False)
+    _corrections: dict[str, _Correction] = field(init=False)
+    _held: dict[tuple[int, int], str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.log = deque(maxlen=self.settings.decisions)
+        self._corrections = {path: _Correction() for path in self.times}
+
+    def predicted(self, path: str, load: PathLoad, work: Work) -> Times:
+        """A path's times, corrected by what was measured on it."""
+        raw, correction = predict(self.times[path], load, work), self._corrections[path]
+        return Times(raw.ttft_s * math.exp(correction.ttft), raw.tpot_s * math.exp(correction.tpot))
+
+    def decide(self, work: Work, objective: Objective, loads: Mapping[str, PathLoad], *, draw: float, hint: str = "") -> Decision:
+        """The path of one request.
+
+        `loads` has the paths that can be taken now, one at least. `draw` is uniform in [0, 1): below `explore_share` the request
+        goes the other way. `hint` is what the break-even map says of such requests: where requests of a kind begin.
+        """
+        predicted = {path: self.predicted(path, load, work) for path, load in loads.items()}
+        scores = {path: times.against(objective) for path, times in predicted.items()}
+        best = min(scores, key=lambda path: scores[path])
+        why = "predicted"
+        if len(scores) == 1:
+            return self._decided(best, "only_path", work, objective, loads, predicted)
+        kind = (work.prompt_tokens.bit_length(), work.output_tokens.bit_length())
+        held = self._held.get(kind, hint)
+        if held in scores and held != best and scores[best] * (1.0 + self.settings.hysteresis) > scores[held]:
+            best, why = held, "held"
+        self._held[kind] = best
+        if draw < self.settings.explore_share:
+            best, why = min((p for p in scores if p != best), key=lambda path: scores[path]), "explored"
+        return self._decided(best, why, work, objective, loads, predicted)
+
+    def measured(self, decision: Decision, times: Times) -> None:
+        """What came of a decision. A request that failed, or had a single token, says nothing and is not told."""
+        decision.measured = times
+        correction = self._corrections[decision.path]
+        raw = predict(self.times[decision.path], decision.loads[decision.path], decision.work)
+        correction.seen += 1
+        # The first ones count as much as the mean of them would: a calibration that is off is off from the first request.
+        rate = max(self.settings.learning_rate, 1.0 / correction.seen)
+        correction.ttft += rate * (math.log(max(times.ttft_s, 1e-9) / max(raw.ttft_s, 1e-9)) - correction.ttft)
+        correction.tpot += rate * (math.log(max(times.tpot_s, 1e-9) / max(raw.tpot_s, 1e-9)) - correction.tpot)
+
+    def lost(self) -> list[Decision]:
+        """The remembered decisions that lost, the worst first."""
+        return sorted((d for d in self.log if d.lost_by() > 0), key=lambda d: -d.lost_by())
+
+    def _decided(
+        self,
+        path: str,
+        why: str,
+        work: Work,
+        objective: Objective,
+        loads: Mapping[str, PathLoad],
+        predicted: Mapping[str, Times],
+    ) -> Decision:
+        decision = Decision(path=path, why=why, work=work, objective=objective, loads=dict(loads), predicted=predicted)
+        self.log.append(decision)
+        return decision

@@ -1,0 +1,166 @@
+"""The choice of a path: predictions, hysteresis, exploration, and what is learned from mistakes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.routing.auto import (
+    COLOCATED,
+    PATHS,
+    SPLIT,
+    AutoPath,
+    AutoSettings,
+    Objective,
+    PathLoad,
+    StepTimes,
+    Times,
+    Work,
+    predict,
+)
+
+TIMES = {
+    SPLIT: StepTimes(
+        first_token_s=0.02, prompt_token_s=1e-4, step_s=0.01, running_s=1e-4, handover_s=0.03, handover_token_s=1e-5
+    ),
+    COLOCATED: StepTimes(first_token_s=0.02, prompt_token_s=1e-4, step_s=0.01, running_s=1e-4),
+}
+OBJECTIVE = Objective(ttft_s=1.0, tpot_s=0.05)
+IDLE = {path: PathLoad() for path in PATHS}
+CALM = AutoSettings(explore_share=0.0)
+WORK = Work(prompt_tokens=1000, uncached_tokens=1000, output_tokens=101)
+
+
+def crowded(share: float) -> dict[str, PathLoad]:
+    """Prompts take this share of the colocated engine's time."""
+    return {SPLIT: PathLoad(), COLOCATED: PathLoad(prompt_share=share)}
+
+
+def test_predictions_are_a_queue_and_steps() -> None:
+    load = PathLoad(queued_tokens=4000, running=10, prompt_share=0.5)
+    assert predict(TIMES[COLOCATED], load, WORK) == Times(pytest.approx(0.52), pytest.approx(0.022))  # type: ignore[arg-type]
+    assert predict(TIMES[SPLIT], PathLoad(), WORK).tpot_s == pytest.approx(0.01 + 0.04 / 100)
+    assert math.isfinite(predict(TIMES[COLOCATED], PathLoad(prompt_share=1.0), WORK).tpot_s)
+
+
+def test_decode_that_prompts_disturb_goes_apart() -> None:
+    auto = AutoPath(TIMES, CALM)
+    decided = auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=0.5)
+    assert (decided.path, decided.why) == (SPLIT, "predicted")
+    short = Work(prompt_tokens=100, uncached_tokens=100, output_tokens=2)
+    assert auto.decide(short, OBJECTIVE, IDLE, draw=0.5).path == COLOCATED, "nothing pays for the hand-over"
+
+
+def test_the_objective_that_is_further_from_being_met_decides() -> None:
+    loads = {SPLIT: PathLoad(queued_tokens=8000), COLOCATED: PathLoad(prompt_share=0.7)}
+    tight_ttft, tight_tpot = Objective(ttft_s=0.5, tpot_s=1.0), Objective(ttft_s=10.0, tpot_s=0.02)
+    assert AutoPath(TIMES, CALM).decide(WORK, tight_ttft, loads, draw=0.5).path == COLOCATED
+    assert AutoPath(TIMES, CALM).decide(WORK, tight_tpot, loads, draw=0.5).path == SPLIT
+
+
+def test_requests_of_a_kind_stay_until_the_other_path_is_clearly_better() -> None:
+    auto = AutoPath(TIMES, CALM)
+    assert auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=0.5).path == SPLIT
+    tight = Objective(ttft_s=100.0, tpot_s=0.01)
+    decided = auto.decide(WORK, tight, {SPLIT: PathLoad(prompt_share=0.05), COLOCATED: PathLoad()}, draw=0.5)
+    assert (decided.path, decided.why) == (SPLIT, "held")
+    decided = auto.decide(WORK, tight, {SPLIT: PathLoad(prompt_share=0.5), COLOCATED: PathLoad()}, draw=0.5)
+    assert (decided.path, decided.why) == (COLOCATED, "predicted")
+
+
+def test_the_map_says_where_a_kind_begins_and_no_more() -> None:
+    auto = AutoPath(TIMES, CALM)
+    assert auto.decide(WORK, OBJECTIVE, IDLE, draw=0.5, hint=SPLIT).why == "held"
+    busy = {SPLIT: PathLoad(queued_tokens=50_000), COLOCATED: PathLoad()}
+    assert auto.decide(WORK, OBJECTIVE, busy, draw=0.5, hint=SPLIT).path == COLOCATED
+
+
+def test_a_path_that_cannot_be_taken_is_not_explored() -> None:
+    auto = AutoPath(TIMES, AutoSettings(explore_share=1.0))
+    decided = auto.decide(WORK, OBJECTIVE, {SPLIT: PathLoad()}, draw=0.0)
+    assert (decided.path, decided.why) == (SPLIT, "only_path")
+
+
+def test_a_small_share_goes_the_other_way_and_changes_nothing_for_the_next() -> None:
+    auto, rng = AutoPath(TIMES), random.Random(1)
+    why = Counter(auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=rng.random()).why for _ in range(5000))
+    assert set(why) == {"predicted", "explored"}
+    assert 70 <= why["explored"] <= 130
+
+
+def test_what_was_lost_is_told_the_worst_first() -> None:
+    auto = AutoPath(TIMES, CALM)
+    fine, bad, worse = (auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=0.5) for _ in range(3))
+    auto.measured(fine, Times(0.1, 0.01))
+    auto.measured(bad, Times(2.0, 0.01))
+    auto.measured(worse, Times(3.0, 0.01))
+    assert auto.lost() == [worse, bad]
+    other = bad.predicted[COLOCATED].against(OBJECTIVE)
+    assert bad.lost_by() == pytest.approx(2.0 - other)
+
+
+def test_only_so_many_decisions_are_remembered() -> None:
+    auto = AutoPath(TIMES, AutoSettings(decisions=10))
+    for _ in range(50):
+        auto.decide(WORK, OBJECTIVE, IDLE, draw=0.5)
+    assert len(auto.log) == 10
+
+
+@pytest.mark.parametrize("error", [0.8, 1.2])
+@pytest.mark.parametrize("drift", [0.8, 1.25])
+def test_a_calibration_that_is_off_and_drifts_is_corrected(error: float, drift: float) -> None:
+    """The split path truly takes `error` times its calibration, from half-way on `drift` times that; nine in ten choices are
+    within a tenth of the better path, once a drift has been seen."""
+    rng = random.Random(3)
+    auto = AutoPath(TIMES, AutoSettings(hysteresis=0.05))
+    right = counted = 0
+    for number in range(4000):
+        factor = error * (drift if number >= 2000 else 1.0)
+        truth = {SPLIT: scaled(TIMES[SPLIT], factor), COLOCATED: TIMES[COLOCATED]}
+        prompt_tokens = rng.choice((200, 1000, 4000))
+        work = Work(prompt_tokens=prompt_tokens, uncached_tokens=prompt_tokens, output_tokens=rng.choice((20, 200)))
+        loads = {
+            SPLIT: PathLoad(queued_tokens=rng.randrange(4000)),
+            COLOCATED: PathLoad(queued_tokens=rng.randrange(4000), prompt_share=rng.random() * 0.8),
+        }
+        decided = auto.decide(work, OBJECTIVE, loads, draw=rng.random())
+        real = {path: predict(truth[path], loads[path], work) for path in PATHS}
+        auto.measured(decided, noisy(real[decided.path], rng))
+        if decided.why == "explored" or number % 2000 < 300:
+            continue
+        counted += 1
+        scores = {path: real[path].against(OBJECTIVE) for path in PATHS}
+        right += scores[decided.path] <= 1.1 * min(scores.values())
+    assert right >= 0.9 * counted
+
+
+def scaled(times: StepTimes, factor: float) -> StepTimes:
+    return replace(times, **{name: getattr(times, name) * factor for name in StepTimes.__slots__})
+
+
+def noisy(times: Times, rng: random.Random) -> Times:
+    return Times(times.ttft_s * math.exp(rng.gauss(0, 0.1)), times.tpot_s * math.exp(rng.gauss(0, 0.1)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    draws=st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 10**6), st.integers(1, 10**4), st.floats(0, 1)), max_size=30),
+    measured=st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e4)), max_size=30),
+)
+def test_whatever_is_measured_a_decision_is_one_of_the_paths_and_finite(
+    draws: list[tuple[float, int, int, float]], measured: list[tuple[float, float]]
+) -> None:
+    auto = AutoPath(TIMES)
+    for number, (draw, prompt_tokens, output_tokens, share) in enumerate(draws):
+        work = Work(prompt_tokens=prompt_tokens, uncached_tokens=prompt_tokens, output_tokens=output_tokens)
+        decided = auto.decide(work, OBJECTIVE, crowded(share), draw=draw)
+        assert decided.path in PATHS
+        assert all(math.isfinite(t.ttft_s) and math.isfinite(t.tpot_s) for t in decided.predicted.values())
+        if number < len(measured):
+            auto.measured(decided, Times(*measured[number]))
