@@ -135,14 +135,26 @@ def merge(
 
 @app.command()
 def proof(
-    experiments: Annotated[int, typer.Option(min=20, help="Of each cell.")] = 2000,
+    experiments: Annotated[int | None, typer.Option(min=20, help="Of each cell; 2,000 unless given, 20 with --engine.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same table.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record here.")] = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Whole comparisons of simulated engines in virtual time. Goes on with --json's FILE.")
+    ] = False,
+    cells: Annotated[list[str] | None, typer.Option("--cell", metavar="NAME", help="With --engine: only it; repeatable.")] = None,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="With --engine: so many at once.")] = 1,
 ) -> None:
     """Prove the instrument on a system whose goodput is known: coverage, errors, power, planted faults. Needs no system.
 
     Exit status 1 when what it must hold does not.
     """
+    if engine:
+        from coordinator.compare.proof import engine_cli
+
+        engine_cli.run(experiments or engine_cli.EXPERIMENTS, seed, cells or (), json_path, processes)
+        return
+    if cells or processes != 1:
+        raise typer.BadParameter("goes with --engine", param_hint="--cell" if cells else "--processes")
     from coordinator.compare.proof.record import criteria, prove
     from coordinator.compare.proof.table import show as show_proof
     from coordinator.compare.record import write_text
@@ -150,7 +162,7 @@ def proof(
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=1.0)
-        found = prove(experiments, seed, lambda text, share: progress.update(task, description=text, completed=share))
+        found = prove(experiments or 2000, seed, lambda text, share: progress.update(task, description=text, completed=share))
     show_proof(found, Console())
     if json_path is not None:
         write_text(json.dumps(found.as_dict(), indent=1) + "\n", json_path)

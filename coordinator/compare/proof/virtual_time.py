@@ -38,8 +38,8 @@ class _Selector(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Time passes only while everybody waits, and then at once. No threads, no sockets.
 
-    With `turn_s` each turn of the loop costs that many seconds, as it does in real loops: who polls the clock gets on. Such a loop
-    does not look at files either, so that nothing may call into it from another thread.
+    With `turn_s` each turn of the loop costs that many seconds, as it does in real loops: who polls the clock gets on. Such a
+    loop does not look at files either, so that nothing may call into it from another thread.
     """
 
     def __init__(self, turn_s: float = 0.0) -> None:

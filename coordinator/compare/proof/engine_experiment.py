@@ -1,0 +1,97 @@
+"""One comparison of two arms of simulated engines, by the runner of true comparisons: only client and time are not real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.compare.experiment import TUNING_SEEDS_FROM, Arm, Candidate, Experiment
+from coordinator.compare.faults import Fault
+from coordinator.compare.goodput import floor, ratios
+from coordinator.compare.proof.engine_world import (
+    BASELINE,
+    CHALLENGER,
+    REQUESTS,
+    SLO,
+    EngineCell,
+    pool_name,
+    workload,
+    world,
+)
+from coordinator.compare.proof.virtual_time import run_virtual
+from coordinator.compare.runner import Tools, run
+from coordinator.compare.verdict import Judgement, judge
+from coordinator.compare.workload import Workload
+
+TURN_S = 0.0005
+"""What a turn of the loop costs: the client polls its last millisecond."""
+SEED_STRIDE = 1000
+"""Workload seeds of two experiments lie so far apart."""
+TUNING_STRIDE = 10
+WARM_UP = REQUESTS // 10
+"""Of a probe: requests that find an empty system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one experiment came to. `judged` is the runner's; `without` is what the statistics alone say, faults or not."""
+
+    rates_per_s: tuple[float, ...]
+    chosen: tuple[str, ...]
+    differences: tuple[float, ...]
+    floor: tuple[float, ...]
+    faults: tuple[Fault, ...]
+    judged: Judgement
+    without: Judgement
+
+
+def plan(cell: EngineCell, seed: int) -> Experiment:
+    """The comparison as its file would say it."""
+
+    def arm(name: str, path: str) -> Arm:
+        return Arm.model_validate(
+            {"path": path, "candidates": {f"chunk {n}": Candidate(pools=(pool_name(name, n),)) for n in cell.chunks(name)}}
+        )
+
+    return Experiment.model_validate(
+        {
+            "workload": "in-memory",
+            "arms": {BASELINE: arm(BASELINE, "colocated"), CHALLENGER: arm(CHALLENGER, cell.kind)},
+            "slo": f"ttft={SLO.ttft_s:g}s,tpot={SLO.tpot_s:g}s",
+            "requests": REQUESTS,
+            "warm_up_share": WARM_UP / REQUESTS,
+            "rates": cell.rates,
+            "looks": cell.looks,
+            "start_rate_per_s": 4.0,
+            "first_seed": SEED_STRIDE * seed,
+        }
+    )
+
+
+def run_experiment(cell: EngineCell, seed: int) -> Found:
+    """One experiment in a virtual loop of its own; `seed` from 1 on. The same arguments give the same result.
+
+    Raises what `coordinator.compare.runner.run` raises.
+    """
+    return run_virtual(_experiment(cell, seed), TURN_S)
+
+
+async def _experiment(cell: EngineCell, seed: int) -> Found:
+    experiment, made = plan(cell, seed), world(cell, seed)
+
+    def workloads(number: int, requests: int) -> Workload:
+        # Every experiment tunes on seeds of its own, or all of them would err alike.
+        return workload(number + TUNING_STRIDE * seed if number >= TUNING_SEEDS_FROM else number, requests)
+
+    async with made.client:
+        tools = Tools(client=made.client, know=made.client.know, now=made.now, salt=f"{seed}")
+        record = await run(experiment, workloads, tools, target="simulated", model="simulated", digest="")
+    differences, itself = ratios(record.knees, CHALLENGER, BASELINE), floor(record.knees, BASELINE)
+    return Found(
+        rates_per_s=tuple(record.rates_per_s),
+        chosen=tuple(arm.candidate for arm in record.arms),
+        differences=tuple(differences),
+        floor=tuple(itself),
+        faults=tuple(record.faults),
+        judged=record.judgement,
+        without=judge(differences, itself, experiment.margin, looks=experiment.looks, bootstrap=False),
+    )

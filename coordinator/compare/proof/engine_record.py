@@ -1,0 +1,192 @@
+"""The proof through the simulated engines as one record that grows cell by cell, and whether it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from coordinator.compare.proof.cells import Share
+from coordinator.compare.proof.engine_cells import CELLS, TRUTHS, Result, result, row
+from coordinator.compare.proof.engine_experiment import WARM_UP
+from coordinator.compare.proof.engine_truth import RATES, SEEDS, Truth, arrays, long_run, truth
+from coordinator.compare.proof.engine_world import REQUESTS, SLO
+from coordinator.compare.record import write_text
+from coordinator.compare.stats import CONFIDENCE
+from coordinator.compare.verdict import MARGIN, Verdict
+
+SCHEMA_VERSION = 1
+MOST_FALSE = 0.05
+LEAST_CAUGHT = 0.95
+BATCH = 4
+"""Experiments of each process between two writings of the record."""
+
+Told = Callable[[str, float], None]
+
+
+class EngineProofError(Exception):
+    """The record cannot be gone on with; the text says why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineProof:
+    """`rows` are the experiments by cell, `truths` what long runs found. `wall_s` adds up over all runs of the command."""
+
+    seed: int
+    experiments: int
+    wall_s: float = 0.0
+    truths: dict[str, Truth] = field(default_factory=dict)
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def results(self) -> list[Result]:
+        """Of the cells that are whole."""
+        whole = [cell for cell in CELLS.values() if len(self.rows.get(cell.name, [])) >= self.experiments]
+        return [result(cell, self.rows[cell.name], self.truths.get(cell.name)) for cell in whole]
+
+    @property
+    def missing(self) -> list[str]:
+        """Cells that are not whole."""
+        return [name for name in CELLS if len(self.rows.get(name, [])) < self.experiments]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "engine-proof",
+            "seed": self.seed,
+            "experiments": self.experiments,
+            "wall_s": self.wall_s,
+            "margin": MARGIN,
+            "slo": dataclasses.asdict(SLO),
+            "requests": REQUESTS,
+            "warm_up": WARM_UP,
+            "long_runs": {"seeds": SEEDS, "rates_per_s": list(RATES)},
+            "criteria": dict(criteria(self)) if self.rows else {},
+            "missing": self.missing,
+            "truths": {name: dataclasses.asdict(found) for name, found in self.truths.items()},
+            "cells": [_plain(each) for each in self.results()],
+            "rows": self.rows,
+        }
+
+
+def prove(
+    experiments: int, seed: int, *, names: Sequence[str] = (), path: Path | None = None, processes: int = 1, told: Told
+) -> EngineProof:
+    """Run the cells of these names, all without any, that `path` does not hold already; it is written after every
+    few experiments.
+
+    The same `seed` gives the same rows, whatever the number of processes.
+
+    Raises:
+        EngineProofError: `path` is the record of another proof.
+        OSError: `path` cannot be read or written.
+    """
+    proof = _begun(path, experiments, seed)
+    wanted = [name for name in names or list(CELLS) if name in proof.missing]
+    began, before_s = time.perf_counter(), proof.wall_s
+    with _mapping(processes) as mapped:
+        if not proof.truths:
+            told("long runs", 0.0)
+            found = {kind: arrays(list(mapped(long_run, [kind] * SEEDS, range(SEEDS)))) for kind in ("colocated", "split")}
+            proof.truths = {cell.name: truth(found["colocated"], found[cell.kind], cell.speed) for cell in TRUTHS}
+            _keep(proof, path, before_s + time.perf_counter() - began)
+        for number, name in enumerate(wanted):
+            told(name, number / len(wanted))
+            place = list(CELLS).index(name)
+            # No two experiments of a proof share a workload.
+            seeds = [1 + seed * 10_000 + place * 200 + each for each in range(experiments)]
+            rows = proof.rows.setdefault(name, [])
+            while left := seeds[len(rows) :][: BATCH * processes]:
+                rows += mapped(row, [name] * len(left), left)
+                _keep(proof, path, before_s + time.perf_counter() - began)
+    return proof
+
+
+def criteria(proof: EngineProof) -> list[tuple[str, bool]]:
+    """What must hold, and whether it does, of the cells that were run."""
+    found = proof.results()
+    truths = [each for each in found if each.truth is not None]
+    faulty = [each for each in found if each.caught is not None]
+    alike = [each for each in truths if each.cell.nominal == 1]
+    false = [each.verdicts[Verdict.SPLIT].count + each.verdicts[Verdict.COLOCATE].count for each in alike]
+    return [
+        (
+            f"in every cell the 99 % interval of the coverage contains {CONFIDENCE:.0%}",
+            all(each.covered is not None and _contains(each.covered, CONFIDENCE) for each in truths),
+        ),
+        (
+            f"identical arms are called split or colocate in at most {MOST_FALSE:.0%}",
+            all(count <= MOST_FALSE * each.experiments for count, each in zip(false, alike, strict=True)),
+        ),
+        (f"no truth is denied in more than {MOST_FALSE:.0%} (lower bound)", all(_at_most(each.wrong) for each in truths)),
+        (
+            f"every planted fault is caught and named in at least {LEAST_CAUGHT:.0%}",
+            all(each.caught is not None and each.caught.value >= LEAST_CAUGHT for each in faulty),
+        ),
+        (
+            f"no fault is named that is not there in more than {MOST_FALSE:.0%} (lower bound)",
+            all(each.alarms is not None and _at_most(each.alarms) for each in truths),
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def _mapping(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """`map`, in this process or over several."""
+    if processes == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield pool.map
+
+
+def _begun(path: Path | None, experiments: int, seed: int) -> EngineProof:
+    if path is None or not path.exists():
+        return EngineProof(seed=seed, experiments=experiments)
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        same = said["kind"] == "engine-proof" and (said["seed"], said["experiments"]) == (seed, experiments)
+        found = EngineProof(
+            seed=seed,
+            experiments=experiments,
+            wall_s=said["wall_s"],
+            truths={name: Truth(**one) for name, one in said["truths"].items()},
+            rows=said["rows"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineProofError(f"{path}: not a record of this proof") from error
+    if not same:
+        raise EngineProofError(f"{path}: a proof of {said['experiments']} experiments a cell, seed {said['seed']}")
+    return found
+
+
+def _keep(proof: EngineProof, path: Path | None, wall_s: float) -> None:
+    proof.wall_s = wall_s
+    if path is not None:
+        write_text(json.dumps(proof.as_dict(), indent=1) + "\n", path)
+
+
+def _contains(share: Share, value: float) -> bool:
+    low, high = share.interval
+    return low <= value <= high
+
+
+def _at_most(share: Share) -> bool:
+    return share.interval[0] <= MOST_FALSE
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Share):
+        return value.as_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return value
