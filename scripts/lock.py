@@ -1,4 +1,4 @@
-"""Regenerates requirements/*.lock from pyproject.toml and clients.txt. `make lock`; reasons in docs/decisions/0003-install.md.
+"""Makes requirements/*.lock from pyproject.toml, clients.txt and aiperf.txt; `make lock`. Why: docs/decisions/0003-install.md.
 
 A CPU lock leaves out torch (its CPU build is not on PyPI: `scripts/setup.sh` finds it) and torchvision, torchaudio and
 torchcodec (their PyPI builds are for CUDA; text models need none of them). Resolving still needs torch's metadata for each
@@ -49,6 +49,7 @@ LOCKS = (
     Lock("cpu-py313.lock", "3.13", ("cpu", "dev", "nixl"), CPU_CONSTRAINTS, CPU_OUT),
     Lock("gpu-py312.lock", "3.12", ("gpu", "dev"), ("vllm==0.26.0",), ()),
     Lock("clients.lock", "3.11", (), (TORCH_CPU,), ("torch",), source="requirements/clients.txt", universal=True),
+    Lock("aiperf.lock", "3.11", (), (), (), source="requirements/aiperf.txt", universal=True),
 )
 
 

@@ -37,6 +37,7 @@ FOREIGN = {
     "ray",
     "sysctl",
     "uv",
+    "aiperf",
     "guidellm",
     "vllm",
 }

@@ -12,7 +12,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_LOCK = sorted((ROOT / "requirements").glob("*.lock"))
-LOCKS = [path for path in EVERY_LOCK if path.name != "clients.lock"]
+OF_CLIENTS = {"clients": {"guidellm", "openai", "grpcio"}, "aiperf": {"aiperf", "grpcio"}}
+LOCKS = [path for path in EVERY_LOCK if path.stem not in OF_CLIENTS]
 CPU_LOCKS = [path for path in LOCKS if path.name.startswith("cpu-")]
 
 
@@ -50,11 +51,12 @@ def test_a_cpu_lock_leaves_torch_and_its_friends_out(path: Path) -> None:
     assert not [name for name in found if re.match(r"nvidia-(?!ml-py)", name)]
 
 
-def test_the_clients_lock_pins_what_clients_txt_asks_for() -> None:
-    found = pins(ROOT / "requirements" / "clients.lock")
-    lines = (ROOT / "requirements" / "clients.txt").read_text().splitlines()
+@pytest.mark.parametrize("name", OF_CLIENTS)
+def test_a_clients_lock_pins_what_its_list_asks_for(name: str) -> None:
+    found = pins(ROOT / "requirements" / f"{name}.lock")
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    assert {w.name for w in wanted} >= {"guidellm", "openai", "grpcio"}
+    assert {w.name for w in wanted} >= OF_CLIENTS[name]
     wrong = [str(w) for w in wanted if not w.specifier.contains(found.get(canonicalize_name(w.name), "0"))]
     assert wrong == [], "run make lock"
 
