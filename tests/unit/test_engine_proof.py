@@ -151,6 +151,8 @@ def test_a_cell_of_two_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again = prove(2, 7, names=["carry-over"], path=path, told=lambda text, share: None)
     assert again.rows == json.loads(json.dumps(found.rows))
     assert again.truths == found.truths
+    assert all(len(row["floor"]) >= 2 for row in found.rows["carry-over"])
+    assert found.rows["carry-over"][0]["rates_per_s"] != found.rows["carry-over"][1]["rates_per_s"]
     (cell,) = found.results()
     assert cell.caught is not None
     assert cell.caught.count == 2

@@ -24,9 +24,9 @@ from coordinator.compare.workload import Workload
 
 TURN_S = 0.0005
 """What a turn of the loop costs: the client polls its last millisecond."""
-SEED_STRIDE = 1000
-"""Workload seeds of two experiments lie so far apart."""
-TUNING_STRIDE = 10
+MEASURED_FROM, TUNED_FROM = 2_000_000, 500_000_000
+SEED_STRIDE = 10
+"""Workload seeds of two experiments lie so far apart. Those of tuning are nobody else's, or all experiments would err alike."""
 WARM_UP = REQUESTS // 10
 """Of a probe: requests that find an empty system."""
 
@@ -62,7 +62,7 @@ def plan(cell: EngineCell, seed: int) -> Experiment:
             "rates": cell.rates,
             "looks": cell.looks,
             "start_rate_per_s": 4.0,
-            "first_seed": SEED_STRIDE * seed,
+            "first_seed": MEASURED_FROM + SEED_STRIDE * seed,
         }
     )
 
@@ -79,8 +79,9 @@ async def _experiment(cell: EngineCell, seed: int) -> Found:
     experiment, made = plan(cell, seed), world(cell, seed)
 
     def workloads(number: int, requests: int) -> Workload:
-        # Every experiment tunes on seeds of its own, or all of them would err alike.
-        return workload(number + TUNING_STRIDE * seed if number >= TUNING_SEEDS_FROM else number, requests)
+        if TUNING_SEEDS_FROM <= number < TUNING_SEEDS_FROM + SEED_STRIDE:
+            number += TUNED_FROM + SEED_STRIDE * seed - TUNING_SEEDS_FROM
+        return workload(number, requests)
 
     async with made.client:
         tools = Tools(client=made.client, know=made.client.know, now=made.now, salt=f"{seed}")
