@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordinator.bench.transfer_summary import Sample
+from kvtransfer.bench.bounds import AT_ONCE
 from kvtransfer.bench.halves import Pair, PathError, PathSpec
 from kvtransfer.bench.shape import MIB, REAL, SYNTHETIC, Case
 from kvtransfer.config import KvTransferSettings
 
 MEMORY = "memory"
-BOUNDS = ("memcpy", "crc32c", "readv", "readv_crc32c")
+BOUNDS = ("memcpy", "crc32c", "memcpy_crc32c", "readv", "readv_crc32c", AT_ONCE)
 OURS = ("ucx", "grpc")
 UCX_ALONE = "ucx contained"
 RAW_GRPC = "gRPC stream"

@@ -15,6 +15,7 @@ from rich.table import Table
 from coordinator.bench.transfer import BOUNDS, CONNECTOR, NIXL, RAW_GRPC, UCX_ALONE, Outcome, Plan, cores
 from coordinator.bench.transfer_summary import Key, Rate, Sample, bound, paired_ratio, rates
 from coordinator.manifest import git_commit, hardware, versions
+from kvtransfer.bench.bounds import AT_ONCE
 from kvtransfer.bench.shape import REAL, SYNTHETIC
 
 FORMAT = 1
@@ -27,8 +28,10 @@ TEXT = {
     CONNECTOR: "vLLM's NixlConnector, its worker half: start_load_kv to get_finished, no check",
     "memcpy": "a copy inside one process",
     "crc32c": "CRC32C of bytes outside the cache",
+    "memcpy_crc32c": "a copy in pieces of one block and layer, with CRC32C in the cache",
     "readv": "process_vm_readv",
     "readv_crc32c": "process_vm_readv with CRC32C in the cache",
+    AT_ONCE: "gather, checksums, read and scatter by plain calls, all at the same time, nothing waiting for anything",
 }
 
 
@@ -77,6 +80,8 @@ def judged(outcome: Outcome) -> dict[str, Any]:
         "grpc / gRPC stream, slot to slot": ratio("grpc", RAW_GRPC, staged=True),
         "bound, GB/s": limit,
         "ucx / bound": None if limit is None or ours is None else ours / limit,
+        "stages at once, GB/s": known.get(AT_ONCE),
+        "ucx / stages at once": ratio("ucx", AT_ONCE),
         "single operations, GB/s": known,
         "cores": cores(),
     }

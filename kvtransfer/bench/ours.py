@@ -42,14 +42,11 @@ class _Half:
 
     def setup(self) -> dict[Any, Any]:
         self._cache = cache(self.side)
-        self._blocks = {
-            name: HostBlocks([(i * layout.piece_bytes, a) for i, a in enumerate(as_layout(self._cache, layout))])
-            for name, layout in LAYOUTS.items()
-        }
+        self._blocks = {name: make_blocks(self._cache, layout) for name, layout in LAYOUTS.items()}
         facts = {}
         for name, layout in LAYOUTS.items():
             for check in (True, False):
-                node = self._node(layout, check)
+                node = make_node(self.side, self._transport, layout, check=check, options=self._options)
                 facts[name, check] = node.start().SerializeToString()
                 self._nodes[name, check] = node
         return facts
@@ -80,40 +77,49 @@ class _Half:
             node.stop()
         self._runner.close()
 
-    def _node(self, layout: Layout, check: bool) -> KvNode:
-        # A node reserves address space only: pages come at first touch, and only one layout is timed at a time.
-        settings = KvTransferSettings(
-            transports=(self._transport,),
-            default_transport=self._transport,
-            send_staging_bytes=STAGING_BYTES if self.side == "sender" else MIB,
-            receive_staging_bytes=STAGING_BYTES if self.side == "receiver" else MIB,
-            checksum="crc32c" if check else "off",
-            **self._options,
-        )
-        compatibility = pb.KvCompatibility(
-            protocol_version=PROTOCOL_VERSION,
-            model="bench",
-            layout="flat",
-            block_tokens=layout.block_tokens,
-            num_layers=layout.layers,
-            num_kv_heads=layout.kv_heads,
-            head_dim=layout.head_dim,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            engine="bench",
-            block_bytes_per_layer=layout.piece_bytes,
-        )
-        return KvNode(
-            settings,
-            rank=0,
-            incarnation=new_incarnation(),
-            compatibility=compatibility,
-            block_bytes=layout.block_bytes,
-            control_token=TOKEN,
-        )
+
+def make_node(side: str, transport: str, layout: Layout, *, check: bool, options: dict[str, Any]) -> KvNode:
+    """A node that sends or receives this layout's blocks, not started. `options`: fields of `KvTransferSettings`.
+
+    It reserves address space only: pages come at first touch.
+    """
+    settings = KvTransferSettings(
+        transports=(transport,),
+        default_transport=transport,
+        send_staging_bytes=STAGING_BYTES if side == "sender" else MIB,
+        receive_staging_bytes=STAGING_BYTES if side == "receiver" else MIB,
+        checksum="crc32c" if check else "off",
+        **options,
+    )
+    compatibility = pb.KvCompatibility(
+        protocol_version=PROTOCOL_VERSION,
+        model="bench",
+        layout="flat",
+        block_tokens=layout.block_tokens,
+        num_layers=layout.layers,
+        num_kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        engine="bench",
+        block_bytes_per_layer=layout.piece_bytes,
+    )
+    return KvNode(
+        settings,
+        rank=0,
+        incarnation=new_incarnation(),
+        compatibility=compatibility,
+        block_bytes=layout.block_bytes,
+        control_token=TOKEN,
+    )
 
 
-def _grants(case: Case, serial: int) -> list[pb.TransferGrant]:
+def make_blocks(layers: list[np.ndarray], layout: Layout) -> HostBlocks:
+    """A half's cache as its engine would gather and scatter it."""
+    return HostBlocks([(i * layout.piece_bytes, a) for i, a in enumerate(as_layout(layers, layout))])
+
+
+def grants(case: Case, serial: int) -> list[pb.TransferGrant]:
     """The same on both sides, different in every run."""
     made = []
     for number in range(case.transfers):
@@ -131,7 +137,7 @@ class Sender(_Half):
         node = self._nodes[case.layout, case.check]
         control = self._controls[case.layout, case.check]
         ids = case.block_ids("sender")
-        for grant in _grants(case, self._serial):
+        for grant in grants(case, self._serial):
             await control.reserve(
                 grant,
                 prompt_tokens=case.num_blocks * LAYOUTS[case.layout].block_tokens,
@@ -184,7 +190,7 @@ class Receiver(_Half):
                     self._blocks[case.layout].scatter(np.asarray(rows), ids)
                 node.scattered(grant.transfer_id)
 
-        await asyncio.gather(*(one(grant) for grant in _grants(case, self._serial)))
+        await asyncio.gather(*(one(grant) for grant in grants(case, self._serial)))
         return time.perf_counter() - begun
 
 

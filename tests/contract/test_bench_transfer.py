@@ -34,6 +34,8 @@ def test_a_path_moves_its_bytes_and_ends(name: str) -> None:
     try:
         pair.start()
         cases = [Case(REAL.name, 6 * MIB, 2, what="readv_crc32c" if name == "bound" else "")]
+        if name == "bound":
+            cases += [Case(REAL.name, 6 * MIB, 2, what=what) for what in ("memcpy_crc32c", "at once")]
         if name in ("ucx", "grpc", "stream"):
             cases.append(Case(REAL.name, 6 * MIB, 2, staged=True))
         if name in ("ucx", "nixl"):

@@ -10,6 +10,7 @@ import pytest
 from coordinator.bench import transfer_report
 from coordinator.bench.transfer import BOUNDS, CONNECTOR, MEMORY, NIXL, RAW_GRPC, Outcome, Plan, cases
 from coordinator.bench.transfer_summary import Sample, bound, paired_ratio, rate, rates
+from kvtransfer.bench.bounds import AT_ONCE
 from kvtransfer.bench.shape import LAYOUTS, MIB, REAL, SYNTHETIC, Case
 
 GB = 10**9
@@ -61,14 +62,14 @@ def test_a_ratio_compares_the_same_repeat() -> None:
 
 
 def test_the_bound_is_the_slowest_stage_or_all_of_them_over_the_cores() -> None:
-    parts = {"memcpy": 4.0, "crc32c": 20.0, "readv_crc32c": 2.0}
+    parts = {"memcpy": 4.0, "memcpy_crc32c": 2.5, "readv_crc32c": 2.0}
     assert bound(parts, cores=64) == pytest.approx(2.0)
-    assert bound(parts, cores=1) == pytest.approx(1 / (0.25 + 0.05 + 0.5 + 0.25))
-    assert bound(parts, cores=2) == pytest.approx(2 / 1.05)
+    assert bound(parts, cores=1) == pytest.approx(1 / (0.25 + 0.4 + 0.5))
+    assert bound(parts, cores=2) == pytest.approx(2 / 1.15)
 
 
 def everything() -> Outcome:
-    speeds = {"ucx": 4.0, "grpc": 0.8, RAW_GRPC: 1.0, NIXL: 5.0, "memcpy": 8.0, "crc32c": 20.0, "readv": 6.0, "readv_crc32c": 5.0}
+    speeds = {"ucx": 4.0, "grpc": 0.8, RAW_GRPC: 1.0, NIXL: 5.0} | dict.fromkeys(BOUNDS, 8.0) | {AT_ONCE: 5.0}
     samples = [
         sample(path, speed, repeat, size_mib=size, staged=path == RAW_GRPC)
         for path, speed in speeds.items()
@@ -84,6 +85,8 @@ def test_the_last_line_names_every_figure_and_what_is_missing() -> None:
     assert said[-1] == "ucx 4.00 GB/s, grpc 0.80 GB/s, NixlConnector missing, NIXL READ 5.00 GB/s"
     assert f"missing: {CONNECTOR}: not installed: nixl" in said
     assert "ucx / NIXL READ: 0.80 (quartiles 0.80 to 0.80)" in said
+    assert "stages at once, GB/s: 5.00" in said
+    assert "ucx / stages at once: 0.80 (quartiles 0.80 to 0.80)" in said
     assert "grpc / gRPC stream, slot to slot: 0.90 (quartiles 0.90 to 0.90)" in said
 
 
