@@ -245,6 +245,9 @@ class Puller:
         except (TransportError, RejectedChunkError) as exc:
             source.outcome = exc.reason
             raise
+        except SplitpointError:
+            source.outcome = "transport"
+            raise
 
     async def _fetch_directly(
         self, fetch: pb.FetchRequest, session: ReceiveSession, source: Source, channel: AsksItself

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+STOPS = "the sender stops"
+
+
 class DirectPush:
     """What a transport serves its peers with (`transports.base.Serves`). Methods are called on the transport's thread unless they
     say otherwise."""
@@ -87,6 +90,9 @@ class DirectPush:
             except SplitpointError as error:
                 answers.error(error)
                 return
+            except asyncio.CancelledError:
+                answers.error(SplitpointError(Code.WORKER_LOST, STOPS))  # or nobody listens: then it is thrown away
+                raise
             finally:
                 self._waiting.pop(key, None)
             answers.run(lambda: self._begin(request, lease, answers, deadline))
@@ -111,6 +117,9 @@ class DirectPush:
         async def run() -> None:
             try:
                 failure = await self._servicer.until_sent(request, send.out, send.until_sent())
+            except asyncio.CancelledError:
+                answers.error(SplitpointError(Code.WORKER_LOST, STOPS))
+                raise
             finally:
                 self._rt.stop_kicking(send.out.lease.transfer_id)
             if failure is not None:

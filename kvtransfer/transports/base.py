@@ -149,8 +149,8 @@ class AsksItself(Protocol):
         """The sender takes asks, and its payload comes by this transport."""
 
     def ask(self, request: pb.FetchRequest, takes: Takes, limit_s: float) -> None:
-        """Ask for everything. A chunk that is announced lands within `limit_s` or the transfer ends. `close` ends it too, and
-        then nothing is called any more."""
+        """Ask for everything. While chunks are announced, one lands every `limit_s` or the transfer ends. `close` ends it too,
+        and then nothing is called any more."""
 
     async def tell(self, request: pb.CompleteRequest) -> bool:
         """The last word, also after `close`. False: it could not be sent. On the loop."""

@@ -73,8 +73,10 @@ class Asking:
         self._takes = takes
         self._operation = operation
         self._limit_s = limit_s
-        self._due: dict[int, float] = {}
-        """When each announced chunk must have landed, by index."""
+        self._announced: set[int] = set()
+        """Chunks that have not landed."""
+        self._moved_at = 0.0
+        """When one landed, or was announced while none was on its way: several share one link, so all progress by that."""
         self.over = False
 
     def expect(self) -> None:
@@ -95,9 +97,9 @@ class Asking:
             return
         if self._asks.core.lost(self.peer):
             self.fail(TransportError("peer_lost", f"the connection to incarnation {self.peer.incarnation!r} failed"))
-        elif self._due and now > min(self._due.values()):
-            index = min(self._due, key=self._due.__getitem__)
-            self.fail(TransportError("timeout", f"chunk {index} did not land in {self._limit_s:.3f} s"))
+        elif self._announced and now > self._moved_at + self._limit_s:
+            text = f"no chunk landed for {self._limit_s:.3f} s, {min(self._announced)} is due"
+            self.fail(TransportError("timeout", text))
 
     def fail(self, exc: Exception) -> None:
         """End it, once."""
@@ -127,12 +129,15 @@ class Asking:
         except Exception as exc:  # whatever it is ends this transfer and is raised where that is waited for, not this thread
             self.fail(exc)
             return
-        self._due[header.index] = self._asks.now + self._limit_s
+        if not self._announced:
+            self._moved_at = self._asks.now
+        self._announced.add(header.index)
         self._asks.core.post(operation)
         self._guarded(lambda: self._takes.coming(header, memory))
 
     def _landed(self, header: pb.ChunkHeader, memory: Memory, failure: TransportError | None) -> None:
-        self._due.pop(header.index, None)
+        self._announced.discard(header.index)
+        self._moved_at = self._asks.now
         if self.over:
             return
         if failure is not None:
