@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.routing.policy import Accept, Candidate, least_loaded
+from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, least_loaded
 from coordinator.routing.views import WorkerView
 from protos.ids import Incarnation
 
@@ -146,7 +146,9 @@ class SessionAffinity(LeastLoaded):
         if seeds is None:
             seeds = self._rows[id(among)] = np.array([self._seeds[c.view.incarnation] for c in among], dtype=np.uint64)
         order = np.argsort(_mix(seeds ^ np.uint64(_hash64(ask.session.encode()))))
-        bound = max(self._idle_tokens, self._limit * (sum(c.load.score for c in among) + ask.tokens) / len(among))
+        # One that cannot be reached is no measure of load, and above every bound.
+        scores = [c.load.score for c in among if c.load.score < LAST_RESORT]
+        bound = max(self._idle_tokens, self._limit * (sum(scores) + ask.tokens) / max(1, len(scores)))
         for place in order:
             candidate = among[int(place)]
             if candidate.load.score + ask.tokens <= bound and (accept is None or accept(candidate.view) is None):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.routing.policies import Ask, Picked
-from coordinator.routing.policy import LAST_RESORT, Accept, Candidate
+from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, Load
 from coordinator.routing.prefix_index import PrefixIndex
 from coordinator.routing.recent import RecentWork
 from coordinator.routing.views import WorkerView
@@ -27,9 +27,10 @@ class _Panel(NamedTuple):
     """One tuple of candidates, indexed once per membership version."""
 
     among: Sequence[Candidate]
+    loads: list[Load]
     seats: npt.NDArray[np.int64]
     bits: int
-    place_of: dict[int, int]
+    place_of_seat: npt.NDArray[np.int64]
 
 
 class PrefixAware:
@@ -75,7 +76,7 @@ class PrefixAware:
         panel = self._panel(among)
         # One token at least is computed, however much is cached.
         work = np.maximum(ask.tokens - self._hits(panel, ask.blocks) * self.index.block_tokens, 1)
-        scores = np.fromiter((c.load.score for c in among), dtype=np.float64, count=len(among))
+        scores = np.array([load.score for load in panel.loads], dtype=np.float64)
         recent = self._recent.weighed(panel.seats, now_s)
         bound = np.maximum(self._idle_tokens, (recent.sum() + work) * (self._limit / len(among)))
         over = recent + work > bound
@@ -105,14 +106,13 @@ class PrefixAware:
     def _panel(self, among: Sequence[Candidate]) -> _Panel:
         panel = self._panels.get(id(among))
         if panel is None or panel.among is not among:
-            seats = [self.index.seat(c.view.incarnation) for c in among]
-            panel = _Panel(
-                among,
-                np.array(seats, dtype=np.int64),
-                sum(1 << seat for seat in seats),
-                {seat: place for place, seat in enumerate(seats)},
-            )
-            self._panels[id(among)] = panel
+            seats = np.array([self.index.seat(c.view.incarnation) for c in among], dtype=np.int64)
+            place_of_seat = np.zeros(int(seats.max()) + 1, dtype=np.int64)
+            place_of_seat[seats] = np.arange(len(seats))
+            members = np.zeros(len(place_of_seat), dtype=np.uint8)
+            members[seats] = 1
+            bits = int.from_bytes(np.packbits(members, bitorder="little").tobytes(), "little")
+            panel = self._panels[id(among)] = _Panel(among, [c.load for c in among], seats, bits, place_of_seat)
         return panel
 
     def _hits(self, panel: _Panel, blocks: tuple[int, ...]) -> npt.NDArray[np.int64]:
@@ -123,11 +123,10 @@ class PrefixAware:
                 left = level.seats
                 while left:
                     seat = left.bit_length() - 1
-                    hits[panel.place_of[seat]] = level.blocks
+                    hits[panel.place_of_seat[seat]] = level.blocks
                     left ^= 1 << seat
             else:
                 raw = level.seats.to_bytes(-(-level.seats.bit_length() // 8), "little")
-                members = np.unpackbits(np.frombuffer(raw, dtype=np.uint8), bitorder="little").astype(bool)
-                inside = panel.seats < len(members)
-                hits[inside] = np.where(members[panel.seats[inside]], level.blocks, hits[inside])
+                seats = np.flatnonzero(np.unpackbits(np.frombuffer(raw, dtype=np.uint8), bitorder="little"))
+                hits[panel.place_of_seat[seats]] = level.blocks
         return hits

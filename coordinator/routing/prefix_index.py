@@ -7,11 +7,10 @@ chained hash of everything before it, under the tenant's salt, so two tenants ne
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from protos.ids import Incarnation
 
@@ -25,7 +24,7 @@ LEAST_SHARE = 0.1
 
 def block_hashes(token_ids: Sequence[int], block_tokens: int, salt: bytes = b"") -> tuple[int, ...]:
     """One 64-bit hash per whole block of `block_tokens` tokens, each over the block and everything before it."""
-    raw = np.asarray(token_ids, dtype="<u4").tobytes()
+    raw = array("I", token_ids).tobytes()
     step = 4 * block_tokens
     digest = hashlib.blake2b(salt, digest_size=8).digest()
     hashes = []

@@ -247,6 +247,16 @@ def test_a_worker_that_leaves_moves_only_its_own_sessions() -> None:
     assert {s for s in sessions if before[s] != after[s]} == {s for s in sessions if before[s] == "p0"}
 
 
+def test_a_session_leaves_a_worker_that_cannot_be_reached_and_the_others_stay_balanced() -> None:
+    made = router(policy="session_affinity", idle_tokens=0)
+    home = pair(made, prompt(1), session="s").prefill
+    made.load.set_reachable(home.incarnation, False)
+    assert pair(made, prompt(1), session="s").prefill != home
+    second = pair(made, prompt(1), session="t").prefill
+    made.load.charge(second.incarnation, 100_000)
+    assert pair(made, prompt(1), session="t").prefill not in (home, second)
+
+
 def test_a_session_leaves_a_loaded_worker_for_its_next_one() -> None:
     made = router(policy="session_affinity", idle_tokens=0)
     home = pair(made, prompt(1), session="s").prefill
