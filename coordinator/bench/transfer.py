@@ -38,10 +38,23 @@ class Plan:
     repeats: int
     model: Path
     thorough: bool = True
+    own_cores: bool = False
+    """Half of the cores for each half of a path, as two workers with cores of their own have them."""
 
     @classmethod
-    def make(cls, *, quick: bool, model: Path) -> Plan:
-        return cls((32, 64, 128), 5, model, thorough=False) if quick else cls((1, 4, 16, 32, 64, 128), 15, model)
+    def make(cls, *, quick: bool, model: Path, own_cores: bool = False) -> Plan:
+        """Raises `ValueError` when there are no two cores to share out."""
+        if own_cores and cores() < 2:
+            raise ValueError("one core cannot be shared out")
+        if quick:
+            return cls((32, 64, 128), 5, model, thorough=False, own_cores=own_cores)
+        return cls((1, 4, 16, 32, 64, 128), 15, model, own_cores=own_cores)
+
+    def shares(self) -> dict[str, list[int]] | None:
+        """Which cores each half may use; None: all of them."""
+        mine = sorted(os.sched_getaffinity(0))
+        middle = len(mine) // 2
+        return {"sender": mine[:middle], "receiver": mine[middle:]} if self.own_cores else None
 
 
 @dataclass(slots=True)
@@ -108,6 +121,7 @@ def measure(plan: Plan, say: Say, advance: Advance) -> Outcome:
     outcome = Outcome(missing=missing)
     pairs: dict[str, Pair] = {}
     try:
+        pairs.update((spec.name, Pair(spec, plan.shares())) for spec in wanted)
         _start(wanted, pairs, outcome, say, advance)
         for repeat in range(plan.repeats + 1):
             for path in list(pairs):
@@ -123,7 +137,6 @@ def measure(plan: Plan, say: Say, advance: Advance) -> Outcome:
 
 
 def _start(wanted: Sequence[PathSpec], pairs: dict[str, Pair], outcome: Outcome, say: Say, advance: Advance) -> None:
-    pairs.update((spec.name, Pair(spec)) for spec in wanted)
     for number, spec in enumerate(wanted):
         say(f"starting {spec.name}")
         try:

@@ -19,6 +19,9 @@ def transfer(
     model: Annotated[
         Path, typer.Option("--model", help="A checkpoint whose config vLLM's NixlConnector reads its shape from.")
     ] = Path("models/smollm2-135m-instruct"),
+    own_cores: Annotated[
+        bool, typer.Option("--own-cores", help="Half of the cores for each of the two processes, instead of all for both.")
+    ] = False,
     decode: Annotated[
         bool, typer.Option("--decode", help="Instead: what transfers cost an engine (--model, on CPUs) that decodes beside them.")
     ] = False,
@@ -38,7 +41,10 @@ def transfer(
     if decode:
         _decode(DecodePlan(model=model, rate_bytes_per_s=rate_mb * 1e6, quads=2 if quick else 6, nice=nice), json)
         return
-    plan = Plan.make(quick=quick, model=model)
+    try:
+        plan = Plan.make(quick=quick, model=model, own_cores=own_cores)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--own-cores") from None
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting")

@@ -111,7 +111,7 @@ def record(outcome: Outcome, plan: Plan) -> dict[str, Any]:
         "git_commit": git_commit(),
         "hardware": hardware(),
         "versions": versions(),
-        "plan": {"sizes_mib": list(plan.sizes), "repeats": plan.repeats},
+        "plan": {"sizes_mib": list(plan.sizes), "repeats": plan.repeats, "own_cores": plan.own_cores},
         "paths": TEXT,
         "layouts": {layout.name: asdict(layout) for layout in (REAL, SYNTHETIC)},
         "missing": outcome.missing,

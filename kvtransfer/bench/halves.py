@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -57,14 +58,16 @@ class Pair:
     """The two processes of one path, from the parent's side. While it is not being timed both are stopped (SIGSTOP), so that what
     a library spins or polls costs the others nothing."""
 
-    def __init__(self, spec: PathSpec) -> None:
+    def __init__(self, spec: PathSpec, cores: Mapping[str, Collection[int]] | None = None) -> None:
+        """`cores`: those that "sender" and "receiver" may use; None leaves both to the kernel."""
         context = multiprocessing.get_context("spawn")
         self.name = spec.name
         self._pipes: dict[str, Connection] = {}
         self._processes: dict[str, Any] = {}
         for side in ("sender", "receiver"):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, spec.module, side, dict(spec.options)), daemon=True)
+            own = None if cores is None else frozenset(cores[side])
+            process = context.Process(target=_serve, args=(theirs, spec.module, side, dict(spec.options), own), daemon=True)
             process.start()
             theirs.close()
             self._pipes[side], self._processes[side] = ours, process
@@ -152,11 +155,13 @@ def _signal(process: Any, number: int) -> None:
         os.kill(process.pid, number)
 
 
-def _serve(pipe: Connection, module: str, side: str, options: dict[str, Any]) -> None:
+def _serve(pipe: Connection, module: str, side: str, options: dict[str, Any], cores: frozenset[int] | None) -> None:
     # A parent that is killed cannot end children that it has stopped.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     half: Half | None = None
     try:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
         half = getattr(importlib.import_module(module), side)(options)
         while True:
             command, *arguments = pipe.recv()

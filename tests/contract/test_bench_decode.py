@@ -1,4 +1,4 @@
-"""Both halves of `bench transfer --decode`, real nodes and a stand-in for vLLM: transfers come in, are paced, and are scattered."""
+"""Both halves of `bench transfer --decode`, real nodes and a stand-in for vLLM: what comes in is paced, timed and scattered."""
 
 from __future__ import annotations
 

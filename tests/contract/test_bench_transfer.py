@@ -30,7 +30,8 @@ def test_a_path_moves_its_bytes_and_ends(name: str) -> None:
     library = NEEDS.get(name)
     if library is not None and importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    pair = Pair(SPECS[name])
+    cores = sorted(os.sched_getaffinity(0))
+    pair = Pair(SPECS[name], {"sender": cores[:1], "receiver": cores[-1:]} if name == "ucx" else None)
     try:
         pair.start()
         cases = [Case(REAL.name, 6 * MIB, 2, what="readv_crc32c" if name == "bound" else "")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,15 @@ def test_it_draws(tmp_path: Path) -> None:
     text = (tmp_path / "rates.svg").read_text()
     assert "NIXL READ" not in text or text.startswith("<?xml")
     assert len(text) > 10_000
+
+
+def test_each_half_can_have_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 2, 5})
+    assert Plan.make(quick=True, model=Path("models/none")).shares() is None
+    assert Plan.make(quick=True, model=Path("models/none"), own_cores=True).shares() == {"sender": [2], "receiver": [5, 7]}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7})
+    with pytest.raises(ValueError, match="one core"):
+        Plan.make(quick=True, model=Path("models/none"), own_cores=True)
 
 
 def test_every_path_is_timed_at_every_size() -> None:
