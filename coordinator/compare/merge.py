@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from coordinator.compare.draw import percentile_row
+from coordinator.compare.experiment import check
+from coordinator.compare.goodput import floor, ratios
+from coordinator.compare.judged import judge_challengers
 from coordinator.compare.load import PATHS
 from coordinator.compare.paired import paired
 from coordinator.compare.record import Record
 from coordinator.compare.slo import in_words
-from coordinator.compare.stats import log_ratios
 from coordinator.compare.summary import arm
-from coordinator.compare.verdict import judge
+from coordinator.compare.usage import Usage
+from coordinator.compare.verdict import BASELINE, judge
 
 MANIFEST_PARTS = ("settings", "versions", "model", "hardware")
 """What must not differ between runs of one experiment, where both recorded it."""
@@ -49,16 +52,24 @@ def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
     outcomes = [outcome for probe in probes for outcome in probe.outcomes]
     faults = [fault for record in records for fault in record.faults]
     unfit = [fault.text for fault in faults if fault.unfit]
-    judgement = judge(
-        _ratios(knees, "split", "colocated"),
-        _ratios(knees, "colocated_first", "colocated_second"),
-        first.judgement.margin,
-        looks=looks,
-        faults=unfit,
-    )
+    if first.experiment:
+        if looks:
+            raise MergeError("the looks of a full comparison are planned in its experiment: give no --looks")
+        experiment = check(first.experiment)
+        names, baseline, challenger = tuple(experiment.arms), experiment.baseline, experiment.challengers[0]
+        verdicts = judge_challengers(knees, experiment, unfit)
+        judgement = verdicts[challenger]
+    else:
+        names, baseline, challenger, verdicts = PATHS, BASELINE, "split", {}
+        judgement = judge(
+            ratios(knees, "split", BASELINE), floor(knees, BASELINE), first.judgement.margin, looks=looks, faults=unfit
+        )
     return dataclasses.replace(
         first,
         kind="merged",
+        verdicts=verdicts,
+        parity=[sample for record in records for sample in record.parity],
+        usage=_usage(records),
         started_at=min(record.started_at for record in records),
         wall_s=sum(record.wall_s for record in records),
         workloads=[spec for record in records for spec in record.workloads],
@@ -70,10 +81,10 @@ def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
         if outcomes
         else first.lengths,
         rates_per_s=sorted({rate for record in records for rate in record.rates_per_s}),
-        loaded=[arm(path, probes, first.slo) for path in PATHS],
+        loaded=[arm(name, probes, first.slo) for name in names],
         knees=knees,
         probes=probes,
-        paired=paired(probes),
+        paired=paired(probes, challenger, baseline),
         faults=faults,
         judgement=judgement,
         client_nice=max(record.client_nice for record in records),
@@ -90,6 +101,9 @@ def _same(records: Sequence[Record]) -> None:
         ("objectives", lambda record: in_words(record.slo)),
         ("workloads", lambda record: record.source),
         ("prompt and output ranges", lambda record: _ranges(record)),
+        ("experiments", lambda record: record.experiment_digest),
+        ("rates", lambda record: record.rates_per_s if record.experiment else None),
+        ("configurations", lambda record: [(each.name, each.candidate) for each in record.arms]),
         ("margins", lambda record: record.judgement.margin),
         ("schema versions", lambda record: record.schema_version),
     )
@@ -114,7 +128,10 @@ def _ranges(record: Record) -> Any:
     return None if record.source else [(tuple(spec.prompt_tokens), tuple(spec.output_tokens)) for spec in record.workloads[:1]]
 
 
-def _ratios(knees: Sequence[dict[str, Any]], over: str, under: str) -> list[float]:
-    pairs = [(entry[over]["rate_per_s"], entry[under]["rate_per_s"]) for entry in knees]
-    whole = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return log_ratios([a for a, _ in whole], [b for _, b in whole])
+def _usage(records: Sequence[Record]) -> list[Usage]:
+    """All samples, each with its probe's place in the merged record."""
+    found, before = [], 0
+    for record in records:
+        found += [dataclasses.replace(sample, probe=sample.probe + before) for sample in record.usage]
+        before += len(record.probes)
+    return found

@@ -31,6 +31,8 @@ TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until one has ended."""
 SPARE_SEEDS_SHARE = 0.25
 """Of the last look's seeds, so many more may be measured where some gave no ratio."""
+UNLOADED_SHARE = 0.1
+"""Of the rate where the search begins by itself."""
 OUT_OF_TIME = "out of time"
 VOID_RETRIES = 1
 """A probe whose client fell behind is sent again, in its place, this often."""
@@ -224,7 +226,8 @@ class _Run:
         tried: dict[float, float] = {}
         for number in range(self._experiment.search_steps):
             rate = bracket.next_rate(tried, start)
-            if rate is None:
+            # At so low a rate requests hardly meet each other: what fails there fails at any.
+            if rate is None or (tried and rate < UNLOADED_SHARE * self._first_rate()):
                 break
             text = f"tuning {arm.name}, {arm.candidate}, {rate:.3g} requests/s, step {number + 1}"
             probe = await self._probe(Turn(seed, rate, arm.name, 0), text, share=0.0, left_s=None)

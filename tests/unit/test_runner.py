@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +16,21 @@ from coordinator.compare import bracket, runner
 from coordinator.compare.blocks import schedule
 from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment, ExperimentError, check, digest, read
 from coordinator.compare.load import ArmTarget, Piece, RequestFailedError
+from coordinator.compare.merge import MergeError, merge
 from coordinator.compare.proof.virtual_time import run_virtual
 from coordinator.compare.record import Record
 from coordinator.compare.rig import RigError
 from coordinator.compare.run import ComparisonError
 from coordinator.compare.runner import Progress, Tools, run
+from coordinator.compare.sources import read as read_workload
 from coordinator.compare.verdict import Verdict
 from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
+from coordinator.config import load
 
 pytestmark = pytest.mark.timeout(60)
 
 STEP_S = 0.05
+ROOT = Path(__file__).parents[2]
 
 
 class Servers:
@@ -345,3 +350,44 @@ def test_arms_that_are_costly_to_change_run_all_rates_at_once() -> None:
     turns = [(turn.arm, turn.rate_per_s) for turn in schedule(["a", "b"], [1], [1.0, 2.0], by_seed=True)]
     assert turns == [("a", 1.0), ("a", 2.0), ("b", 1.0), ("b", 2.0), ("b", 1.0), ("b", 2.0), ("a", 1.0), ("a", 2.0)]
     assert math.isclose(sum(rate for _, rate in turns), 12)
+
+
+def test_runs_with_seeds_of_their_own_merge_into_one_verdict() -> None:
+    plan = experiment(spread=1.6)
+    tuned = measure(plan, budget_s=1.0).record
+    parts = []
+    for first_seed in (1, 3):
+        part = plan.model_copy(update={"first_seed": first_seed, "looks": (2,)})
+        before = dataclasses.replace(tuned, arms=list(tuned.arms), probes=[], knees=[], workloads=[], workload_digests={})
+        parts.append(dataclasses.replace(measure(part, before=before).record, experiment=plan.as_dict()))
+    assert [entry["seed"] for entry in parts[0].knees][:2] == [1, 2]
+    whole = merge([dataclasses.replace(part, **_cut(part, 2)) for part in parts])
+    assert [entry["seed"] for entry in whole.knees] == [1, 2, 3, 4]
+    assert whole.judgement.seeds == 4
+    assert whole.judgement.verdict is Verdict.SPLIT
+    assert whole.verdicts == {"split": whole.judgement}
+    assert [summary.path for summary in whole.loaded] == ["colocated", "split"]
+    with pytest.raises(MergeError, match="planned in its experiment"):
+        merge(parts, [4])
+    other = dataclasses.replace(parts[1], experiment_digest="other")
+    with pytest.raises(MergeError, match="experiments differ"):
+        merge([parts[0], other])
+
+
+def _cut(record: Record, seeds: int) -> dict[str, Any]:
+    """The first seeds of a record."""
+    kept = [entry["seed"] for entry in record.knees][:seeds]
+    return {"knees": record.knees[:seeds], "probes": [probe for probe in record.probes if probe.seed in kept]}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "experiments").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_experiment_that_is_shipped_fits_its_system(path: Path) -> None:
+    plan = read(path)
+    workload = read_workload(path.parent / plan.workload).workload(1, plan.requests)
+    system = path.read_text().splitlines()[0].rsplit("system: ", 1)[1].rstrip(".")
+    pools = load(ROOT / system).pools
+    for arm in plan.arms.values():
+        for candidate in arm.candidates.values():
+            assert set(candidate.pools) <= set(pools)
+    assert plan.is_tuned
+    assert len(workload.requests) == plan.requests
