@@ -147,17 +147,16 @@ def test_a_cell_of_two_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Whole comparisons by the runner, in processes; a second call has nothing left to do; the record and the table hold it."""
     monkeypatch.setattr(engine_record, "SEEDS", 2)
     path = tmp_path / "proof.json"
-    found = prove(2, 7, names=["carry-over"], path=path, told=lambda text, share: None)
-    again = prove(2, 7, names=["carry-over"], path=path, told=lambda text, share: None)
+    found = prove(2, 7, names=["stall every 2 s"], path=path, told=lambda text, share: None)
+    again = prove(2, 7, names=["stall every 2 s"], path=path, told=lambda text, share: None)
     assert again.rows == json.loads(json.dumps(found.rows))
     assert again.truths == found.truths
-    assert all(len(row["floor"]) >= 2 for row in found.rows["carry-over"])
-    assert found.rows["carry-over"][0]["rates_per_s"] != found.rows["carry-over"][1]["rates_per_s"]
+    assert all(len(row["floor"]) >= 2 for row in found.rows["stall every 2 s"])
+    assert found.rows["stall every 2 s"][0]["rates_per_s"] != found.rows["stall every 2 s"][1]["rates_per_s"]
     (cell,) = found.results()
     assert cell.caught is not None
     assert cell.caught.count == 2
-    assert cell.unfit.count == 2
-    assert "caches carry over" in cell.example
+    assert "split stands still for about" in cell.example
     with pytest.raises(EngineProofError, match="2 experiments a cell, seed 7"):
         prove(2, 8, path=path, told=lambda text, share: None)
     console = Console(width=200, record=True, file=io.StringIO())
