@@ -1,0 +1,192 @@
+"""Pools that change while requests run: simulated workers and a gateway in this process, no Ray. No request may notice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import load
+from protos.errors import Code, SplitpointError
+from protos.ids import WorkerId
+from tests.support.cores import CoreUnderTest, Reader, core_over
+from tests.support.small_cluster import SmallCluster, followed, pool_settings
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPTS = [[(length * 31 + i) % 900 + 3 for i in range(length)] for length in (1, 9, 33, 60)]
+OPTIONS = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+SPLIT = pool_settings(prefill={"role": "prefill"}, decode={"role": "decode", "replicas": 2})
+MORE_PREFILL = pool_settings(prefill={"role": "prefill", "replicas": 2}, decode={"role": "decode"})
+COLOCATED = pool_settings(both={"role": "colocated", "replicas": 3})
+OTHER_ENGINE = pool_settings(both={"role": "colocated", "replicas": 2, "engine": {"max_num_seqs": 5}})
+
+
+class Rig:
+    """A settled cluster of one prefill and two decode workers, and a gateway that follows it."""
+
+    def __init__(self, cluster: SmallCluster, under_test: CoreUnderTest) -> None:
+        self.cluster = cluster
+        self.under_test = under_test
+        self.expected: list[list[int]] = []
+        self.news = asyncio.Event()
+
+    async def alone(self) -> None:
+        """What each prompt's answer is when nothing else happens."""
+        for prompt in PROMPTS:
+            self.expected.append((await self.answer(prompt)).tokens)
+
+    async def answer(self, prompt: Sequence[int]) -> Reader:
+        reader = self.under_test.run(prompt=prompt, **OPTIONS)
+        await reader.end()
+        assert reader.error is None, reader.error
+        return reader
+
+    def incarnations(self) -> dict[str, str]:
+        return {worker_id: process.incarnation for worker_id, process in self.cluster.processes.items()}
+
+    def members(self) -> dict[str, tuple[str, str]]:
+        """Pool and role by worker."""
+        return {w: (m.record.pool, m.record.role.value) for w, m in self.cluster.fleet.members.items()}
+
+    @contextlib.asynccontextmanager
+    async def load(self) -> AsyncIterator[list[Reader]]:
+        """Eight clients that ask one thing after another; every answer is the one it would be alone. Yields what was answered."""
+        over, answered = asyncio.Event(), list[Reader]()
+
+        async def client(number: int) -> None:
+            while not over.is_set():
+                which = (number + len(answered)) % len(PROMPTS)
+                reader = await self.answer(PROMPTS[which])
+                assert reader.tokens == self.expected[which]
+                answered.append(reader)
+                self.news.set()
+
+        clients = [asyncio.create_task(client(n)) for n in range(8)]
+        try:
+            yield answered
+        finally:
+            over.set()
+            await asyncio.gather(*clients)
+
+    async def next_answers(self, answered: Sequence[Reader]) -> list[Reader]:
+        """The first few of `answered` that were asked from now on."""
+        now_s = time.monotonic()
+        async with asyncio.timeout(20):
+            while True:
+                later = [reader for reader in answered if reader.choice.submission.received_s > now_s]
+                if len(later) >= 16:
+                    return later
+                self.news.clear()
+                await self.news.wait()
+
+    async def held(self) -> list[tuple[int, int, int]]:
+        """What each worker still holds of requests: legs, leases, sessions, staging; asked of the workers themselves."""
+        found = []
+        for worker_id in self.cluster.fleet.members:
+            server = self.cluster.processes[worker_id].server
+            async with asyncio.timeout(20):
+                await server.drained()
+            ranks = await server.rank_status(5.0)
+            staged = [r.send.used_bytes + r.receive.used_bytes for r in ranks]
+            found.append((len(server.attempts), sum(r.leases + r.sessions for r in ranks), sum(staged)))
+        return found
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    settings = load(
+        sets=[
+            "engine.kind=simulated",
+            f"engine.model_path={tmp_path}",
+            "engine.max_model_len=512",
+            "engine.simulated.step_base_s=0.002",
+            "engine.simulated.num_kv_blocks=512",
+            "coordinator.heartbeat_interval_s=0.1",
+            "coordinator.missed_heartbeats=100",
+            "kvtransfer.transports=['grpc']",
+            "kvtransfer.default_transport=grpc",
+            "kvtransfer.send_staging_bytes=4MiB",
+            "kvtransfer.receive_staging_bytes=4MiB",
+        ],
+        environment={},
+    ).with_pools(SPLIT)
+    async with (
+        SmallCluster(settings, tmp_path) as cluster,
+        core_over([], transports=("grpc",)) as under_test,
+        followed(cluster, under_test.core),
+    ):
+        await cluster.settled(under_test.core)
+        made = Rig(cluster, under_test)
+        await made.alone()
+        yield made
+
+
+async def test_relabel_under_load_fails_no_request_and_restarts_no_engine(rig: Rig) -> None:
+    before = rig.incarnations()
+    paths: list[set[str]] = []
+    async with rig.load() as answered:
+        for pools in (COLOCATED, MORE_PREFILL, SPLIT):
+            rig.cluster.pools.apply(pools)
+            await rig.cluster.settled(rig.under_test.core)
+            paths.append({reader.ledger.path for reader in await rig.next_answers(answered)})
+    assert paths == [{"colocated"}, {"split"}, {"split"}]
+    assert not any(reader.ledger.recomputed for reader in answered)
+    assert rig.incarnations() == before, "no engine was started"
+    assert sorted(rig.members().values()) == [("decode", "decode")] * 2 + [("prefill", "prefill")]
+    assert await rig.held() == [(0, 0, 0)] * 3
+    assert sum(p.server.metrics.events["relabelled"] for p in rig.cluster.processes.values()) >= 6
+
+
+async def test_other_engine_arguments_restart_workers_one_serving_until_a_successor_does(rig: Rig) -> None:
+    old = set(rig.incarnations().values())
+    async with rig.load() as answered:
+        rig.cluster.pools.apply(OTHER_ENGINE)
+        await rig.cluster.settled(rig.under_test.core)
+    assert answered
+    new = {w: rig.cluster.processes[w] for w in rig.cluster.fleet.members}
+    assert set(rig.members().values()) == {("both", "colocated")}
+    assert len(new) == 2
+    assert not old & {p.incarnation for p in new.values()}
+    assert {p.facts().start_arguments["max_num_seqs"] for p in new.values()} == {5}
+    assert await rig.held() == [(0, 0, 0)] * 2
+
+
+async def test_a_cordoned_worker_is_offered_nothing_until_it_is_uncordoned(rig: Rig) -> None:
+    [out, stays] = [w for w, label in rig.members().items() if label[1] == "decode"]
+    rig.cluster.pools.cordon(out, True)
+    await rig.cluster.settled(rig.under_test.core)
+    assert {(await rig.answer(prompt)).ledger.decode_worker for prompt in PROMPTS * 2} == {stays}
+    rig.cluster.pools.cordon(stays, True)
+    rig.cluster.pools.cordon(out, False)
+    await rig.cluster.settled(rig.under_test.core)
+    assert {(await rig.answer(prompt)).ledger.decode_worker for prompt in PROMPTS * 2} == {out}
+
+
+async def test_a_dry_run_and_a_refusal_change_nothing(rig: Rig) -> None:
+    pools, before = rig.cluster.pools, rig.cluster.pools.present
+    steps = pools.apply(COLOCATED, dry_run=True)
+    assert [(s.action, s.new_pool) for s in steps] == [("relabel", "both")] * 3
+    assert [s.action for s in pools.scale("decode", 1, dry_run=True)[1]] == ["keep", "keep", "stop"]
+    short = pool_settings(both={"role": "colocated", "engine": {"max_model_len": 256}})
+    odd = pool_settings(both={"role": "colocated", "engine": {"max_num_seq": 1}})
+    alone = pool_settings(prefill={"role": "prefill", "replicas": 0})
+    refusals = [
+        (COLOCATED, before.version + 1, Code.CONFLICT, "look again"),
+        (short, None, Code.INVALID_VALUE, "below the 512 tokens"),
+        (odd, None, Code.INVALID_VALUE, "pools.both.engine.max_num_seq: unknown key"),
+        (alone, None, Code.INVALID_VALUE, "at least one pool needs a replica"),
+    ]
+    for wanted, expected, code, said in refusals:
+        with pytest.raises(SplitpointError) as caught:
+            pools.apply(wanted, expected=expected)
+        assert caught.value.code == code
+        assert said in caught.value.message
+    assert pools.present == before
+    with pytest.raises(SplitpointError) as caught:
+        pools.worker(WorkerId("decode-99"))
+    assert caught.value.code == Code.NOT_FOUND
