@@ -59,7 +59,12 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         self.direct: DirectPush | None = None
 
     def serve_directly(self) -> None:
-        """Answer peers that ask beside gRPC too, where a transport takes that. Before anybody knows this rank."""
+        """Answer peers that ask beside gRPC too, where a transport takes that. Before anybody knows this rank.
+
+        Not under mutual TLS: payload may be let through unencrypted there, a capability may not.
+        """
+        if self._rt.settings.tls is not None:
+            return
         for transport in self._rt.transports.values():
             if isinstance(transport, TakesAsks):
                 self.direct = DirectPush(self._rt, self, transport)

@@ -41,7 +41,7 @@ DRAIN_POLL_S = 0.25
 GATHER_POLL_S = 0.0002
 DEVICE_WAITERS = 8
 DEVICE_SPIN_S = 0.0005
-LET_IT_SEND_S = 0.005
+LET_IT_SEND_S = 0.001
 
 
 class NodeRuntime:
@@ -209,7 +209,9 @@ class NodeRuntime:
     def _settle_when_done(self, lease: Lease, gather: Gather) -> None:
         """On a waiting thread. When the gather is about to begin, whoever sends is asked to look at it itself."""
         ready: Any = gather.ready
-        watch = self._watchers.get(lease.transfer_id)
+        # Only the last one is hurried: what follows earlier ones is another step of the engine.
+        last = lease.committed_blocks == lease.num_blocks == gather.end_block
+        watch = self._watchers.get(lease.transfer_id) if last else None
         if watch is not None and hasattr(ready, "wait_begun") and ready.wait_begun():
             watch(lambda: bool(ready()) and self._settle(lease, gather))
             # Waiting for the very moment would take the interpreter from that thread then.

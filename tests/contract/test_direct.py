@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.control import RankControl
+from kvtransfer.push import KvTransferServicer
 from kvtransfer.transports.base import TransportError
 from protos.errors import Code
 from protos.ids import new_capability
@@ -305,6 +306,15 @@ def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     asking.check(2.9)
     assert isinstance(failures[0], TransportError)
     assert failures[0].reason == "timeout"
+
+
+def test_under_mutual_tls_a_capability_travels_by_grpc_alone() -> None:
+    served: list[Any] = []
+    transport = SimpleNamespace(serve=served.append, open_answer=lambda request: None)
+    for tls, count in ((object(), 0), (None, 1)):
+        runtime: Any = SimpleNamespace(settings=SimpleNamespace(tls=tls), transports={"ucx": transport})
+        KvTransferServicer(runtime).serve_directly()
+        assert len(served) == count
 
 
 SENDER = """
