@@ -283,6 +283,8 @@ class _Run:
         await self._check_parity(seed)
         record.knees.append(seed_knees(record.probes, seed, record.slo, self._names, experiment.baseline))
         self._judge()
+        for probe in probes:
+            probe.thin()
         self._save()
 
     # Beside speed ---------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def summarise(path: str, outcomes: Sequence[Outcome], slo: Slo | None) -> ArmSum
         tpot=spread(_known(o.tpot_s for o in good)),
         second_token_gap=spread([gap for ledger in ledgers if (gap := ledger.get("second_token_gap_s", 0.0)) > 0]),
         itl_p99_s=percentile(gaps, 0.99) if gaps else None,
-        itl_largest_s=max(gaps, default=None),
+        itl_largest_s=max([*gaps, *_known(o.itl_largest_s for o in good)], default=None),
         e2e=spread(_known(o.e2e_s for o in good)),
         cached_tokens=sum(outcome.cached_tokens for outcome in good),
         ledger_s={stage: statistics.fmean(ledger.get(stage, 0.0) for ledger in ledgers) for stage in STAGES} if ledgers else {},

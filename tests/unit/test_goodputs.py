@@ -114,3 +114,22 @@ def test_void_probes_are_shown_only_for_want_of_others() -> None:
     void = probe("split", 1, 1.0, 0.0, void="late")
     assert arm("split", [void, probe("split", 1, 1.0, 1.0)], SLO).attainment == 1.0
     assert arm("split", [void], SLO).attainment == 0.0
+
+
+def test_a_thinned_probe_keeps_whatever_is_judged() -> None:
+    def made(gaps_s: list[float]) -> Outcome:
+        own = outcome()
+        own.gaps_s, own.itl_p99_s, own.itl_largest_s = list(gaps_s), max(gaps_s), max(gaps_s)
+        return own
+
+    slow, fast = [0.01] * 499 + [0.4], [0.0100000001] * 500
+    whole = Probe(
+        path="p", seed=1, rate_per_s=1.0, workload_digest="", outcomes=[made(slow if i % 2 else fast) for i in range(40)]
+    )
+    slo = Slo(ttft_s=1.0, tpot_s=0.1, itl_p99_s=0.2)
+    attained, largest_s = whole.attainment(slo), summarise("p", whole.outcomes, slo).itl_largest_s
+    whole.thin()
+    assert 0 < sum(len(each.gaps_s) for each in whole.outcomes) <= 4500
+    assert whole.outcomes[0].gaps_s == [0.01] * 500
+    assert whole.attainment(slo) == attained == 0.5
+    assert summarise("p", whole.outcomes, slo).itl_largest_s == largest_s == 0.4
