@@ -65,6 +65,7 @@ def row(name: str, seed: int) -> dict[str, Any]:
         }
     return {
         "seed": seed,
+        "clock_s": found.clock_s,
         "rates_per_s": found.rates_per_s,
         "chosen": found.chosen,
         "differences": found.differences,

@@ -33,7 +33,11 @@ WARM_UP = REQUESTS // 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one experiment came to. `judged` is the runner's; `without` is what the statistics alone say, faults or not."""
+    """What one experiment came to.
+
+    `judged` is the runner's; `without` is what the statistics alone say, faults or not. `clock_s` is how long it took on the
+    engines' clock.
+    """
 
     rates_per_s: tuple[float, ...]
     chosen: tuple[str, ...]
@@ -42,6 +46,7 @@ class Found:
     faults: tuple[Fault, ...]
     judged: Judgement
     without: Judgement
+    clock_s: float
 
 
 def plan(cell: EngineCell, seed: int) -> Experiment:
@@ -95,4 +100,5 @@ async def _experiment(cell: EngineCell, seed: int) -> Found:
         faults=tuple(record.faults),
         judged=record.judgement,
         without=judge(differences, itself, experiment.margin, looks=experiment.looks, bootstrap=False),
+        clock_s=record.wall_s,
     )
