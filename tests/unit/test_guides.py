@@ -16,6 +16,7 @@ from coordinator.gateway.ledger import STAGES
 from coordinator.gateway.openai_fields import UNSUPPORTED
 from protos.errors import TABLE, Code, SplitpointError
 from protos.splitpoint.v1 import common_pb2
+from scripts.cross_figures import DEFINITIONS, METRICS, OURS, TOLERANCE
 from scripts.guide import ADMIN, CLIENTS, GRPC, HTTP, MODEL, ROOT, console_commands, localise, programs
 
 GUIDE = CLIENTS.read_text()
@@ -94,6 +95,12 @@ class TestResearchers:
 
     def test_the_verdicts_are_all_there(self) -> None:
         assert [verdict for verdict, _ in rows(RESEARCHERS, "verdict")] == [verdict.value for verdict in Verdict]
+
+    def test_what_other_tools_mean_is_what_the_cross_check_takes_them_to_mean(self) -> None:
+        shown = {metric: meanings for metric, *meanings in rows(RESEARCHERS, "metric")}
+        tools = (OURS, DEFINITIONS["guidellm"], DEFINITIONS["vllm bench serve"])
+        assert shown == {metric: [definitions[metric][0] for definitions in tools] for metric in METRICS}
+        assert f"more than {TOLERANCE:.0%}".replace("%", " %") in RESEARCHERS
 
     def test_the_figures_are_the_programs(self) -> None:
         plain = " ".join(RESEARCHERS.split())
