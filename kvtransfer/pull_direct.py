@@ -92,9 +92,12 @@ class DirectPull:
             pending = prepared.start()
 
             def ready() -> bool:
-                if not pending():
-                    return False
-                self._guarded(lambda: self._compare(header, pb.Checksum(algorithm=algorithm, value=pending.value())))
+                try:
+                    if not pending():
+                        return False
+                    self._compare(header, pb.Checksum(algorithm=algorithm, value=pending.value()))
+                except Exception as exc:  # raised where the pull is waited for, not on this thread
+                    self._end(exc)
                 return True
 
             self._channel.until(ready)

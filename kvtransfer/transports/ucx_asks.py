@@ -16,8 +16,9 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from kvtransfer.transports.base import Memory, Serves, Takes, TransportError
-from kvtransfer.transports.ucx_core import ASK_CHANNEL, CHUNK_BITS, Operation, Peer, UcxCore, failure_of
-from protos.errors import SplitpointError
+from kvtransfer.transports.ucx_core import ASK_CHANNEL, CHUNK_BITS, UcxCore
+from kvtransfer.transports.ucx_operation import Operation, Peer, failure_of
+from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -237,7 +238,7 @@ class Asks:
             else:
                 self._reading.append(entry)
         watched, self._watched = self._watched, []
-        self._watched += [done for done in watched if not done()]
+        self._watched += [done for done in watched if not self._done(done)]
         if now - self._looked_at > LOOK_EVERY_S:
             self._looked_at = now
             for asking in list(self._asking):
@@ -272,7 +273,12 @@ class Asks:
             return
         self.core.counters["asks"] += 1
         assert self._serves is not None
-        self._serves.asked(request, answers)
+        try:
+            self._serves.asked(request, answers)
+        except Exception as exc:
+            # A fault of ours costs this ask; on this thread everybody's transfers live.
+            self._fault()
+            answers.error(SplitpointError(Code.INTERNAL, f"the sender failed: {exc!r}"))
 
     def _completed(self, data: bytes) -> None:
         try:
@@ -281,7 +287,21 @@ class Asks:
             self.core.counters["asks_not_understood"] += 1
             return
         assert self._serves is not None
-        self._serves.completed(request)
+        try:
+            self._serves.completed(request)
+        except Exception:  # as above; the lease ends by its deadline
+            self._fault()
+
+    def _done(self, done: Callable[[], bool]) -> bool:
+        try:
+            return done()
+        except Exception:  # as above
+            self._fault()
+            return True
+
+    def _fault(self) -> None:
+        self.core.counters["faults"] += 1
+        logger.exception("ucx: a fault while serving peers")
 
 
 def _throw_away(data: bytes) -> None:

@@ -23,22 +23,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtransfer.memory import as_host
 from kvtransfer.transports.base import Memory, TransportError
-from kvtransfer.transports.ucx_environment import UCX_ENVIRONMENT
 from kvtransfer.transports.ucx_leaks import leaked_attachments
+from kvtransfer.transports.ucx_operation import UCX_VERSION, Array, Operation, Peer, as_array, failure_of, ucx
 from kvtransfer.transports.ucx_sleep import Sleeper
 
-# UCX reads its environment when it is loaded, so this stands before the import.
-for _name, _value in UCX_ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
-
-import ucxx._lib.libucxx as ucx  # noqa: E402
-from ucxx._lib.arr import Array  # noqa: E402
+__all__ = ["ASK_CHANNEL", "CHUNK_BITS", "UCX_VERSION", "Guest", "Operation", "Peer", "UcxCore"]
 
 logger = logging.getLogger(__name__)
 
-UCX_VERSION: tuple[int, int, int] = ucx.get_ucx_version()
 CHANNEL_BITS = 40
 CHUNK_BITS = 24
 WARM_CHANNEL = 0
@@ -59,42 +52,6 @@ CLOSE_ATTEMPTS = 5
 
 _never_freed: list[Any] = []
 """Requests to dead peers that UCX never completes. Dropping them would let UCX touch freed request objects."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One incarnation's one rank, and how it is reached.
-
-    `error_handling` False lets UCX copy straight from the peer's memory (CMA), about twice as fast, and makes UCX end *this*
-    process when the peer is killed while it copies; it also leaves sends to a dead peer pending until `peer_died`.
-    """
-
-    incarnation: str
-    address: bytes
-    error_handling: bool
-
-
-@dataclass(eq=False, slots=True)
-class Operation:
-    """One send or receive. `done` resolves to None, or to why the bytes did not move, when UCX can touch `memory` no more.
-
-    `begun` resolves when UCX has been told, or will not be.
-    """
-
-    peer: Peer
-    memory: Memory
-    tag: int
-    sending: bool
-    begun: asyncio.Future[None] | None
-    done: asyncio.Future[TransportError | None]
-    spin_until: float
-    settled: Callable[[TransportError | None], None] | None = None
-    """Called on the thread when `done` is decided, for whoever goes on there."""
-    request: Any = None
-    array: Any = None
-    cancelled: bool = False
-    endpoint: Any = None
-    """What it was posted on."""
 
 
 class Guest(Protocol):
@@ -376,7 +333,7 @@ class UcxCore:
                 raise TransportError("closed", "UCX is stopped")
             endpoint = self._endpoint(operation.peer)
             if operation.sending:
-                operation.array, operation.endpoint = _array(operation.memory), endpoint
+                operation.array, operation.endpoint = as_array(operation.memory), endpoint
                 operation.request = endpoint.tag_send(operation.array, ucx.UCXXTag(operation.tag))
         except (ucx.UCXError, RuntimeError) as exc:
             self._settle(operation, TransportError("peer_lost", f"UCX refused to send: {exc}"))
@@ -419,7 +376,7 @@ class UcxCore:
             self._sink(found)
             self._settle(operation, TransportError("corrupt", f"{found.length} bytes came where {expected} were announced"))
             return
-        operation.array, operation.endpoint = _array(operation.memory), endpoint
+        operation.array, operation.endpoint = as_array(operation.memory), endpoint
         try:
             operation.request = endpoint.tag_recv(operation.array, tag)
         except (ucx.UCXError, RuntimeError) as exc:
@@ -555,20 +512,3 @@ class UcxCore:
             _never_freed.append((state.sinks, state.worker, state.context))
         state.sinks = []
         state.worker = state.context = None
-
-
-def _array(memory: Memory) -> Any:
-    """UCX's view of it. A torch tensor on the host is shown as numpy, one on a device by its CUDA array interface."""
-    if isinstance(memory, np.ndarray) or memory.device.type == "cpu":
-        return Array(as_host(memory))
-    return Array(memory)
-
-
-def failure_of(request: Any) -> TransportError | None:
-    try:
-        request.check_error()
-    except ucx.UCXMessageTruncatedError as exc:
-        return TransportError("corrupt", str(exc))
-    except ucx.UCXError as exc:
-        return TransportError("peer_lost", f"UCX: {type(exc).__name__}: {exc}")
-    return None

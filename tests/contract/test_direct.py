@@ -236,6 +236,24 @@ async def test_damaged_bytes_are_not_believed(pair: NodePair, monkeypatch: pytes
     await complete(transfer_of(pair, 40))
 
 
+async def test_a_fault_of_ours_costs_one_transfer_and_not_the_thread(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = next(t for t in pair.senders[0]._rt.transports.values() if t.scheme == "ucx")
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(transport._asks._serves._servicer, "fetched", broken)
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    error = await error_of(transfer.pull())
+    assert error.code is Code.INTERNAL
+    assert pair.senders[0].counters()["ucx.faults"] == 1
+    monkeypatch.undo()
+    await pair.send_control.release(transfer.id, "test")
+    await complete(transfer_of(pair, 40))
+    await pair.settled()
+
+
 @pytest.mark.parametrize("stopped", ["sender", "receiver"])
 async def test_stopping_amid_transfers_ends_them(stopped: str) -> None:
     async with NodePair(settings=small_settings(**{**SETTINGS, "peer_heartbeat_s": 0.5})) as pair:
