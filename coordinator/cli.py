@@ -174,12 +174,12 @@ def _print_status(reply: admin_pb2.GetStatusResponse, console: Console) -> None:
         trouble = f"{p.failures} failed starts; {p.detail}" if p.failures else ""
         pools.add_row(p.name, p.role, str(p.target), str(p.ready), str(p.starting), str(p.draining), trouble)
     workers = Table(
-        "worker", "state", "incarnation", "address", "pid", "running", "waiting", "leases", "KV used", "heard", "detail",
+        "worker", "pool", "state", "incarnation", "address", "pid", "running", "waiting", "leases", "KV used", "heard", "detail",
         title="workers", title_justify="left",
     )  # fmt: skip
     for w in reply.workers:
         workers.add_row(
-            w.worker_id, w.state, w.incarnation, w.address, str(w.pid), str(w.running), str(w.waiting), str(w.leases),
+            w.worker_id, w.pool, f"{w.state}, cordoned" if w.cordoned else w.state, w.incarnation, w.address, str(w.pid), str(w.running), str(w.waiting), str(w.leases),
             f"{w.kv_usage:.0%}", f"{w.heartbeat_age_s:.1f} s", w.detail,
         )  # fmt: skip
     gateways = Table("gateway", "HTTP", "gRPC", "admin", "in flight", "kept out", title="gateways", title_justify="left")

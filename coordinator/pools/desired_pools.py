@@ -118,6 +118,7 @@ class DesiredPools:
         legs = {w: m.beat.former_legs for w, m in self._fleet.members.items() if m.beat is not None}
         lines = unsettled(self._assignment(self.present), legs)
         away = self._run.coordinator.gateways - len(gateways)
+        lines += [f"pool {pool} had failed starts, the last: {why}" for pool, why in self._fleet.failures.items() if lines]
         return [*lines, *([f"{away} gateways do not answer"] if away > 0 else []), *self._behind(gateways)]
 
     def _behind(self, gateways: Collection[GatewayReport]) -> Sequence[str]:

@@ -156,6 +156,24 @@ async def test_other_engine_arguments_restart_workers_one_serving_until_a_succes
     assert await rig.held() == [(0, 0, 0)] * 2
 
 
+async def test_a_coordinator_that_is_lost_in_a_change_comes_back_to_it(rig: Rig) -> None:
+    """No worker has heard of its new label when the coordinator is gone; who was cordoned stays so."""
+    before = rig.incarnations()
+    rig.cluster.pools.cordon("decode-1", True)
+    async with rig.load() as answered:
+        rig.cluster.pools.apply(COLOCATED)
+        version = rig.cluster.pools.present.version
+        await rig.cluster.restart_coordinator()
+        assert rig.cluster.pools.present.version == version
+        await rig.cluster.settled(rig.under_test.core)
+        assert {reader.ledger.path for reader in await rig.next_answers(answered)} == {"colocated"}
+        assert "decode-1" not in {reader.ledger.decode_worker for reader in await rig.next_answers(answered)}
+        await rig.cluster.restart_coordinator()
+        await rig.cluster.settled(rig.under_test.core)
+    assert rig.incarnations() == before
+    assert set(rig.members().values()) == {("both", "colocated")}
+
+
 async def test_a_cordoned_worker_is_offered_nothing_until_it_is_uncordoned(rig: Rig) -> None:
     [out, stays] = [w for w, label in rig.members().items() if label[1] == "decode"]
     rig.cluster.pools.cordon(out, True)

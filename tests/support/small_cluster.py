@@ -50,10 +50,13 @@ class SmallCluster:
         self._stops: dict[WorkerId, asyncio.Task[None]] = {}
         self._loop: asyncio.Task[None] | None = None
         self._passed = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._ready.set()
 
     async def poll(self, epoch: str, version: int) -> MembershipSnapshot:
-        """What a gateway follows."""
+        """What a gateway follows; nobody is told of a membership that is still being learned."""
         await self.fleet.newer(epoch, version, 0.2)
+        await self._ready.wait()
         now_s = time.monotonic()
         return MembershipSnapshot(epoch=self.fleet.epoch, version=self.fleet.version, workers=self.fleet.views(now_s))
 
@@ -63,6 +66,27 @@ class SmallCluster:
         while lines := self.pools.unsettled([_report(core)]):
             assert time.monotonic() < until_s, lines
             await self._passed.wait()
+
+    async def restart_coordinator(self) -> None:
+        """What was only in its memory is lost; it goes on from the disk and from what the live workers say."""
+        self._ready.clear()
+        await self._end_loop()
+        self._store.close()
+        self._store = Store(self._folder / "state.sqlite3")
+        assert not self._store.begin_run("run", self._settings.pools), "the same run"
+        self.fleet = Fleet()
+        self.pools = DesiredPools(self._settings, self._store, self.fleet, self._rules.whole_roles)
+        while len(self.fleet.members) < len(self._lives):
+            await self.fleet.next_change(20.0)
+        self.pools.resume_cordons()
+        self._ready.set()
+        self._loop = asyncio.create_task(self._run())
+
+    async def _end_loop(self) -> None:
+        assert self._loop is not None
+        self._loop.cancel()
+        outcome = await asyncio.gather(self._loop, return_exceptions=True)
+        assert isinstance(outcome[0], asyncio.CancelledError), outcome
 
     async def _run(self) -> None:
         while True:
@@ -124,15 +148,14 @@ class SmallCluster:
         return self
 
     async def __aexit__(self, *ended: object) -> None:
-        assert self._loop is not None
-        self._loop.cancel()
-        outcome = await asyncio.gather(self._loop, return_exceptions=True)
-        await asyncio.gather(*self._stops.values())
-        for worker_id, life in self._lives.items():
-            await self.processes[worker_id].stop("the test is over")
-            await life
-        self._store.close()
-        assert isinstance(outcome[0], asyncio.CancelledError), outcome
+        try:
+            await self._end_loop()
+        finally:
+            await asyncio.gather(*self._stops.values())
+            for worker_id, life in self._lives.items():
+                await self.processes[worker_id].stop("the test is over")
+                await life
+            self._store.close()
 
 
 def _report(core: GatewayCore) -> GatewayReport:
