@@ -200,9 +200,12 @@ class Receiver(_Half):
         return {"gaps_s": self._gaps_s, "bytes_per_s": self._rate}
 
     def _step(self) -> None:
-        outputs = self._engine.step()
+        """Until the stream's next token is out."""
+        outputs: list[Any] = []
+        while not outputs and self._engine.has_unfinished_requests():
+            outputs = self._engine.step()
         if not outputs or outputs[0].finished:
-            raise RuntimeError("the stream gave no token: a turn is longer than the model's context")
+            raise RuntimeError("the stream has ended: a turn is longer than the model's context")
 
     def _scatter(self, due: list[bytes], case: Case) -> None:
         """Everything that is verified, in order."""
