@@ -168,7 +168,8 @@ class Receiver(_Half):
         due = [grant.transfer_id for grant in grants(case, self._serial)] if case.what == BESIDE else []
         expected = len(due)
         name = f"stream-{self._serial}"
-        prompt: Any = {"prompt_token_ids": list(range(100, 100 + PROMPT_TOKENS))}
+        # "type" marks a prompt as processed already; releases that know no such mark ignore it.
+        prompt: Any = {"type": "token", "prompt_token_ids": list(range(100, 100 + PROMPT_TOKENS))}
         self._engine.add_request(name, prompt, self._sampling)
         for _ in range(1 + WARM_TOKENS):
             self._step()
