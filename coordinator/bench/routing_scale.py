@@ -18,6 +18,7 @@ import numpy as np
 from coordinator.pools.reconcile import Actual, PoolTarget, Rules, WorkerRecord, reconcile
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.goals import Goal, PairGoal, Refusal, SoloGoal, workers_of
+from coordinator.routing.policies import Ask
 from coordinator.routing.router import Router
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation, WorkerId
@@ -97,7 +98,7 @@ def _decisions(spec: ScaleSpec, policy: str, kind: str, prompts: Sequence[tuple[
     routers = [Router(settings, random.Random(spec.seed + i), transports=("ucx", "grpc")) for i in range(spec.gateways)]
     roles = (Role.PREFILL, Role.DECODE) if kind == "pair" else (Role.COLOCATED,)
     running = dict.fromkeys((f"w{i}" for i in range(spec.workers)), 0)
-    open_legs: deque[tuple[Router, list[tuple[Incarnation, int]]]] = deque()
+    open_legs: deque[tuple[Router, Ask, list[tuple[Incarnation, int]]]] = deque()
     wall_s, cpu_s, update_s = [], [], []
     for number, (session, ids) in enumerate(prompts):
         if number % spec.heartbeat_every == 0:
@@ -119,9 +120,10 @@ def _decisions(spec: ScaleSpec, policy: str, kind: str, prompts: Sequence[tuple[
         for incarnation, tokens in legs:
             router.load.charge(incarnation, tokens)
             running[incarnation] += 1
-        open_legs.append((router, legs))
+        open_legs.append((router, ask, legs))
         if len(open_legs) > spec.in_flight:
-            its_router, ended = open_legs.popleft()
+            its_router, its_ask, ended = open_legs.popleft()
+            its_router.prompt_computed(ended[0][0], its_ask, expected_cached_tokens=0, cached_tokens=0)
             for incarnation, tokens in ended:
                 its_router.load.discharge(incarnation, tokens)
                 running[incarnation] -= 1

@@ -157,7 +157,9 @@ def _run(rows: Sequence[Row], spec: ReplaySpec, policy: str, seed: int) -> dict[
         computed = row.input_tokens - hit
         begin_s = max(now_s, free_s[place])
         free_s[place] = begin_s + computed / spec.prefill_tokens_per_s
-        router.prompt_computed(route.prefill.incarnation, expected_cached_tokens=route.expected_cached_tokens, cached_tokens=hit)
+        router.prompt_computed(
+            route.prefill.incarnation, ask, expected_cached_tokens=route.expected_cached_tokens, cached_tokens=hit
+        )
         for incarnation, tokens, until_s in (
             (route.prefill.incarnation, row.input_tokens - route.expected_cached_tokens, free_s[place]),
             (route.decode.incarnation, row.input_tokens + row.output_tokens, free_s[place] + row.output_tokens * spec.token_s),

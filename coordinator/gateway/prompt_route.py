@@ -33,8 +33,7 @@ class PromptRoute:
         """The present route is over. What its worker had not computed is not in its cache."""
         route, self._waiting = self._waiting, None
         if route is not None:
-            worker = workers_of(route)[0].incarnation
-            self._router.prompt_lost(worker, self._ask, expected_cached_tokens=route.expected_cached_tokens)
+            self._router.prompt_lost(workers_of(route)[0].incarnation, self._ask)
 
     def computed(self, cached_tokens: int) -> None:
         """The prompt's first token came, with the engine's word on how much of the prompt was cached."""
@@ -42,6 +41,7 @@ class PromptRoute:
         if route is not None:
             self._router.prompt_computed(
                 workers_of(route)[0].incarnation,
+                self._ask,
                 expected_cached_tokens=route.expected_cached_tokens,
                 cached_tokens=cached_tokens,
             )

@@ -42,7 +42,7 @@ class Level(NamedTuple):
 
 
 class _Shelf:
-    """One worker's blocks, least recently used first."""
+    """One worker's blocks, least recently used first, and whether each is known to be computed."""
 
     __slots__ = ("blocks", "capacity", "seat", "stated")
 
@@ -50,7 +50,7 @@ class _Shelf:
         self.seat = seat
         self.stated = capacity
         self.capacity = capacity
-        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self.blocks: OrderedDict[int, bool] = OrderedDict()
 
 
 class PrefixIndex:
@@ -92,19 +92,19 @@ class PrefixIndex:
         return self._shelves[incarnation].seat
 
     def held(self, incarnation: Incarnation, blocks: Sequence[int]) -> int:
-        """How many of the first `blocks` this worker should hold; 0 for one that is no member."""
+        """How many of the first `blocks` this worker has computed and should still hold; 0 for one that is no member."""
         shelf = self._shelves.get(incarnation)
         if shelf is None:
             return 0
         count = 0
         for block in blocks:
-            if block not in shelf.blocks:
+            if not shelf.blocks.get(block, False):
                 break
             count += 1
         return count
 
     def levels(self, blocks: Sequence[int], among: int) -> list[Level]:
-        """Who of the seats `among` holds how much of a prompt, the least first. Those that hold nothing are left out."""
+        """Who of the seats `among` holds, or is computing, how much of a prompt, the least first; who has nothing is left out."""
         found: list[Level] = []
         holders = among
         depth = 0
@@ -121,7 +121,7 @@ class PrefixIndex:
         return found
 
     def sent(self, incarnation: Incarnation, blocks: Sequence[int]) -> None:
-        """A prompt goes to a worker: its blocks will be there, the last of them the first to be evicted."""
+        """A prompt goes to a worker: its blocks will be there once computed, the last of them the first to be evicted."""
         shelf = self._shelves.get(incarnation)
         if shelf is None:
             return
@@ -131,21 +131,28 @@ class PrefixIndex:
             if block in held:
                 held.move_to_end(block)
             else:
-                held[block] = None
+                held[block] = False
                 seats_of[block] = seats_of.get(block, 0) | bit
         self._evict(shelf)
 
-    def not_computed(self, incarnation: Incarnation, blocks: Sequence[int], *, held_before: int) -> None:
-        """What was `sent` was never computed: forget the blocks after the first `held_before`."""
+    def not_computed(self, incarnation: Incarnation, blocks: Sequence[int]) -> None:
+        """What was `sent` is not going to be computed: forget the blocks that nobody's prompt has computed yet."""
         shelf = self._shelves.get(incarnation)
         if shelf is not None:
-            for block in blocks[held_before:]:
-                self._drop(shelf, block)
+            for block in blocks:
+                if not shelf.blocks.get(block, True):
+                    self._drop(shelf, block)
 
-    def reported(self, incarnation: Incarnation, *, expected_tokens: int, cached_tokens: int) -> None:
-        """The engine's own word on a prompt that was `sent`: it evicts earlier than the model, or not."""
+    def computed(self, incarnation: Incarnation, blocks: Sequence[int], *, expected_tokens: int, cached_tokens: int) -> None:
+        """What was `sent` is computed. `expected_tokens` of it were `held` when it was sent and the engine found `cached_tokens`:
+        it evicts earlier than the model, or not."""
         shelf = self._shelves.get(incarnation)
-        if shelf is None or expected_tokens <= 0:
+        if shelf is None:
+            return
+        for block in blocks:
+            if block in shelf.blocks:
+                shelf.blocks[block] = True
+        if expected_tokens <= 0:
             return
         if cached_tokens + self.block_tokens < expected_tokens:
             shelf.capacity = max(1, int(shelf.stated * LEAST_SHARE), int(shelf.capacity * SHRINK))

@@ -111,16 +111,17 @@ class Router:
         detail = ", ".join(f"{name}: {count}" for name, count in sorted(reasons.items()))
         return Refusal(message="no worker can take this request" + (f" ({detail})" if detail else ""), reasons=reasons)
 
-    def prompt_computed(self, incarnation: Incarnation, *, expected_cached_tokens: int, cached_tokens: int) -> None:
-        """A worker's report of a prompt: how much of it was cached, against what its route expected."""
+    def prompt_computed(self, incarnation: Incarnation, ask: Ask, *, expected_cached_tokens: int, cached_tokens: int) -> None:
+        """A worker has computed a prompt, and says how much of it was cached; its route expected so much."""
         if isinstance(self._policy, PrefixAware):
-            self._policy.index.reported(incarnation, expected_tokens=expected_cached_tokens, cached_tokens=cached_tokens)
+            self._policy.index.computed(
+                incarnation, ask.blocks, expected_tokens=expected_cached_tokens, cached_tokens=cached_tokens
+            )
 
-    def prompt_lost(self, incarnation: Incarnation, ask: Ask, *, expected_cached_tokens: int) -> None:
-        """A worker that was given a prompt failed before it had computed it."""
+    def prompt_lost(self, incarnation: Incarnation, ask: Ask) -> None:
+        """A worker that was given a prompt is not going to compute it."""
         if isinstance(self._policy, PrefixAware):
-            held = expected_cached_tokens // self._settings.prefix_block_tokens
-            self._policy.index.not_computed(incarnation, ask.blocks, held_before=held)
+            self._policy.index.not_computed(incarnation, ask.blocks)
 
     def _try(self, goal: Goal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> Route | None:
         if isinstance(goal, PairGoal):

@@ -28,12 +28,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(block_tokens=1, max_blocks=MOST)
         self.sent: dict[Incarnation, set[int]] = {}
+        self.computed: dict[Incarnation, set[int]] = {}
         self.join(set(WORKERS[:2]), 10)
 
     @rule(who=st.sets(st.sampled_from(WORKERS)), capacity=st.integers(1, 12))
     def join(self, who: set[Incarnation], capacity: int) -> None:
         self.index.members((w, capacity) for w in sorted(who))
         self.sent = {w: self.sent.get(w, set()) for w in who}
+        self.computed = {w: self.computed.get(w, set()) for w in who}
 
     @rule(worker=st.sampled_from(WORKERS), tokens=PROMPTS)
     def send(self, worker: Incarnation, tokens: list[int]) -> None:
@@ -41,24 +43,31 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index.sent(worker, blocks)
         if worker in self.sent:
             self.sent[worker] |= set(blocks)
-            assert self.index.held(worker, blocks) >= min(1, len(blocks)), "what came last is there, its beginning at least"
+            levels = self.index.levels(blocks, 1 << self.index.seat(worker))
+            assert bool(levels) == bool(blocks), "what came last is there, its beginning at least"
 
-    @rule(worker=st.sampled_from(WORKERS), tokens=PROMPTS, held=st.integers(0, 8))
-    def lose(self, worker: Incarnation, tokens: list[int], held: int) -> None:
+    @rule(worker=st.sampled_from(WORKERS), tokens=PROMPTS)
+    def lose(self, worker: Incarnation, tokens: list[int]) -> None:
         blocks = blocks_of(tokens)
-        self.index.not_computed(worker, blocks, held_before=held)
+        before = self.index.held(worker, blocks)
+        self.index.not_computed(worker, blocks)
+        assert self.index.held(worker, blocks) == before, "what another prompt has computed stays"
         if worker in self.sent:
-            self.sent[worker] -= set(blocks[held:])
+            self.sent[worker] -= set(blocks) - self.computed[worker]
 
-    @rule(worker=st.sampled_from(WORKERS), expected=st.integers(0, 20), cached=st.integers(0, 20))
-    def report(self, worker: Incarnation, expected: int, cached: int) -> None:
-        self.index.reported(worker, expected_tokens=expected, cached_tokens=cached)
+    @rule(worker=st.sampled_from(WORKERS), tokens=PROMPTS, expected=st.integers(0, 20), cached=st.integers(0, 20))
+    def compute(self, worker: Incarnation, tokens: list[int], expected: int, cached: int) -> None:
+        blocks = blocks_of(tokens)
+        self.index.computed(worker, blocks, expected_tokens=expected, cached_tokens=cached)
+        if worker in self.computed:
+            self.computed[worker] |= set(blocks) & self.sent[worker]
 
     @rule(worker=st.sampled_from(WORKERS))
     def reset(self, worker: Incarnation) -> None:
         self.index.forget_all(worker)
         if worker in self.sent:
             self.sent[worker].clear()
+            self.computed[worker].clear()
 
     @rule(tokens=PROMPTS)
     def look(self, tokens: list[int]) -> None:
@@ -68,9 +77,11 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert [level.blocks for level in levels] == sorted({level.blocks for level in levels})
         for worker, sent in self.sent.items():
             held = self.index.held(worker, blocks)
-            assert set(blocks[:held]) <= sent, "no hit is claimed above what was sent"
+            assert set(blocks[:held]) <= self.computed[worker], "no hit is claimed above what was sent and computed"
             bit = 1 << self.index.seat(worker)
-            assert sum(level.blocks for level in levels if level.seats & bit) == held
+            coming = sum(level.blocks for level in levels if level.seats & bit)
+            assert coming >= held
+            assert set(blocks[:coming]) <= sent
 
     @invariant()
     def bounded(self) -> None:
@@ -97,6 +108,7 @@ def test_eviction_is_the_least_recently_used_tail_first(prompts: list[list[int]]
             kept += 1
         assert index.held(WORKERS[0], blocks) == kept
         index.sent(WORKERS[0], blocks)
+        index.computed(WORKERS[0], blocks, expected_tokens=0, cached_tokens=0)
         for block in reversed(blocks[:capacity]):
             model[block] = None
             model.move_to_end(block)

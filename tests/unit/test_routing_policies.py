@@ -34,10 +34,16 @@ def prompt(name: int, tokens: int = 10 * BLOCK) -> list[int]:
     return [name] * tokens
 
 
-def pair(made: Router, ids: list[int], *, now_s: float = NOW, session: str = "", salt: bytes = b"", **goal) -> PairRoute:
-    goals = (PairGoal(prompt_tokens=len(ids), **goal),)
-    route = made.choose(goals, now_s, made.ask(ids, session, salt))
+def pair(
+    made: Router, ids: list[int], *, now_s: float = NOW, session: str = "", salt: bytes = b"", answered: bool = True, **goal
+) -> PairRoute:
+    """A pair for these tokens, whose prefill worker computes them at once."""
+    ask = made.ask(ids, session, salt)
+    route = made.choose((PairGoal(prompt_tokens=len(ids), **goal),), now_s, ask)
     assert isinstance(route, PairRoute), route
+    if answered:
+        expected = route.expected_cached_tokens
+        made.prompt_computed(route.prefill.incarnation, ask, expected_cached_tokens=expected, cached_tokens=expected)
     return route
 
 
@@ -58,6 +64,18 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
         route = pair(made, longer)
         assert route.prefill == first.prefill
         assert route.expected_cached_tokens == 10 * BLOCK
+
+
+def test_prompts_that_come_together_go_together_but_are_expected_only_once_computed() -> None:
+    made = router()
+    first = pair(made, prompt(7), answered=False)
+    again = pair(made, prompt(7), answered=False)
+    assert again.prefill == first.prefill
+    assert again.expected_cached_tokens == 0, "an engine that computes both is not one that evicts early"
+    ask = made.ask(prompt(7), "")
+    made.prompt_computed(first.prefill.incarnation, ask, expected_cached_tokens=0, cached_tokens=0)
+    made.prompt_lost(again.prefill.incarnation, ask)
+    assert pair(made, prompt(7)).expected_cached_tokens > 0, "the first one was computed"
 
 
 def test_a_whole_prompt_that_is_cached_still_computes_a_token() -> None:
@@ -173,22 +191,22 @@ def test_what_a_worker_lost_before_it_computed_is_not_expected_of_it() -> None:
     ask = made.ask(prompt(7), "")
     route = made.choose((PairGoal(prompt_tokens=ask.tokens),), NOW, ask)
     assert isinstance(route, PairRoute)
-    made.prompt_lost(route.prefill.incarnation, ask, expected_cached_tokens=route.expected_cached_tokens)
+    made.prompt_lost(route.prefill.incarnation, ask)
     assert pair(made, prompt(7)).expected_cached_tokens == 0
 
 
 def test_engines_that_evict_earlier_than_they_say_are_believed() -> None:
     # Room for ten prompts by its own word; it reports twenty times that nothing was cached of what should have been.
-    p = worker_view("p").incarnation
+    p, nothing = worker_view("p").incarnation, Ask()
     made = router(worker_view("p"), *DECODE, prefix_worker_tokens=100 * BLOCK)
     for name in range(10):
         pair(made, prompt(name))
     assert pair(made, prompt(0)).expected_cached_tokens > 0
     for _ in range(20):
-        made.prompt_computed(p, expected_cached_tokens=0, cached_tokens=0)
+        made.prompt_computed(p, nothing, expected_cached_tokens=0, cached_tokens=0)
     assert pair(made, prompt(1)).expected_cached_tokens > 0, "nothing was expected, so nothing was missed"
     for _ in range(20):
-        made.prompt_computed(p, expected_cached_tokens=10 * BLOCK, cached_tokens=0)
+        made.prompt_computed(p, nothing, expected_cached_tokens=10 * BLOCK, cached_tokens=0)
     assert pair(made, prompt(5)).expected_cached_tokens == 0, "of ten prompts the last is left"
     assert pair(made, prompt(5)).expected_cached_tokens > 0
 
