@@ -134,13 +134,15 @@ def experiment() -> dict[str, Any]:
             for at in range(1, 6)
         ],
         "quality": _quality(),
-        "parity": {
-            "seed": 1, "requests": 4, "floor": 0.01, "batched_floor": 0.02, "verdict": "near_ties",
-            "arms": [
-                {"arm": ARMS[1], "asked": 4, "divergences": 0, "batched": 4, "batched_divergences": 1, "worst_gap": 0.004,
-                 "verdict": "near_ties", "why": "every divergence is a near-tie"},
-            ],
-        },
+        "parity": [
+            {
+                "seed": 1, "requests": 4, "floor": 0.01, "batched_floor": 0.02, "verdict": "near_ties",
+                "arms": [
+                    {"arm": ARMS[1], "asked": 4, "divergences": 0, "batched": 4, "batched_divergences": 1, "worst_gap": 0.004,
+                     "verdict": "near_ties", "why": "every divergence is a near-tie"},
+                ],
+            }
+        ],
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from coordinator import cli
@@ -146,6 +147,9 @@ class TestArms:
             each["outcomes"] *= 4
         # Nobody is late at 1/s, 6 of 20 at 4/s.
         assert 1.0 < float(goodput_means(record)[0][2].removesuffix("/s")) < 2.0
+
+    def test_an_experiment_keeps_the_records_schema(self) -> None:
+        Draft202012Validator(schema()).validate(experiment())
 
     def test_parts_of_unknown_form_are_plain_facts(self) -> None:
         found = quality.parts({"quality": {"a": {"b": 0.123456, "c": [1, 2]}, "many": list(range(9))}, "parity": {"ok": True}})

@@ -93,3 +93,10 @@ def summaries(record: Record) -> list[tuple[Arm, Mapping[str, Any]]]:
     """(arm, its figures under load), in the record's order."""
     known = {arm.name: arm for arm in arms_of(record)}
     return [(known[name], found) for found in record["loaded"] if (name := name_of(found)) in known]
+
+
+def samples(record: Record) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """(sample of what a worker held, its probe), for probes of the record that are not void."""
+    probes = record["probes"]
+    found = [(sample, probes[sample["probe"]]) for sample in record.get("usage") or [] if 0 <= sample["probe"] < len(probes)]
+    return [(sample, probe) for sample, probe in found if not probe["void"]]

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from coordinator.compare.html.arms import Arm, Record, arms_of, judged, summaries, valid
+from coordinator.compare.html.arms import Arm, Record, arms_of, judged, samples, summaries, valid
 from coordinator.compare.html.svg import Band, Bar, Series, Span, line_chart, stacked_bars
 from coordinator.compare.load import Outcome, Slo
 from coordinator.compare.stats import Interval, t_interval
@@ -100,12 +100,9 @@ def ledger(record: Record) -> tuple[str, list[tuple[str, list[str]]]]:
 def kv_use(record: Record) -> tuple[str, list[tuple[str, str, str]], float | None]:
     """KV use over time in one probe of each arm, a line per worker: the chart, its key as (worker, arm's style, dash's style),
     and the offered rate that is shown: the highest at which most arms were sampled."""
-    usage = record.get("usage") or []
     sampled: dict[tuple[float, str], dict[int, list[Mapping[str, Any]]]] = {}
-    for sample in usage:
-        probe = record["probes"][sample["probe"]] if sample["probe"] < len(record["probes"]) else None
-        if probe is not None and not probe["void"]:
-            sampled.setdefault((probe["rate_per_s"], sample["arm"]), {}).setdefault(sample["probe"], []).append(sample)
+    for sample, probe in samples(record):
+        sampled.setdefault((probe["rate_per_s"], sample["arm"]), {}).setdefault(sample["probe"], []).append(sample)
     if not sampled:
         return "", [], None
     rates = {rate for rate, _ in sampled}

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coordinator.compare.html.arms import Arm, Record, arms_of, baseline_of, judged, name_of, summaries, valid, verdicts
+from coordinator.compare.html.arms import Arm, Record, arms_of, baseline_of, judged, name_of, samples, summaries, valid, verdicts
 from coordinator.compare.html.figures import goodput_interval
 from coordinator.compare.html.quality import facts
 from coordinator.compare.load import Outcome, Probe, Slo
@@ -156,22 +156,21 @@ def _paired(record: Record, arm: Arm) -> dict[str, Any] | None:
 def peaks(record: Record) -> list[list[str]]:
     """A row per arm and worker: the most it held in any probe that is not void."""
     held: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for sample in record.get("usage") or []:
-        if sample["probe"] < len(record["probes"]) and not record["probes"][sample["probe"]]["void"]:
-            held.setdefault((sample["arm"], sample["worker"]), []).append(sample)
+    for sample, _ in samples(record):
+        held.setdefault((sample["arm"], sample["worker"]), []).append(sample)
 
-    def top(samples: Sequence[Mapping[str, Any]], key: str) -> float:
-        return max(float(sample.get(key) or 0) for sample in samples)
+    def top(own: Sequence[Mapping[str, Any]], key: str) -> float:
+        return max(float(sample.get(key) or 0) for sample in own)
 
     return [
         [
             arm,
             worker,
-            f"{top(samples, 'kv_usage'):.0%}",
-            f"{top(samples, 'running'):.0f} / {top(samples, 'waiting'):.0f}",
-            *(_mib(top(samples, key)) for key in ("memory_bytes", "device_memory_bytes", "staging_bytes")),
+            f"{top(own, 'kv_usage'):.0%}",
+            f"{top(own, 'running'):.0f} / {top(own, 'waiting'):.0f}",
+            *(_mib(top(own, key)) for key in ("memory_bytes", "device_memory_bytes", "staging_bytes")),
         ]
-        for (arm, worker), samples in held.items()
+        for (arm, worker), own in held.items()
     ]
 
 
