@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from coordinator.config import load
+from coordinator.routing.config import RoutingSettings
 from kvtransfer.metrics import KvMetrics
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -43,6 +45,19 @@ def test_the_configuration_of_tls_loads(tmp_path: Path) -> None:
     assert settings.security is not None
     assert settings.security.peer_name == "node.splitpoint.internal"
     assert settings.kvtransfer.transports == ("grpc",)
+
+
+def test_the_policies_are_those_of_the_settings_and_their_block_loads(tmp_path: Path) -> None:
+    (rows,) = re.findall(r"^\| `policy` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", GUIDE, re.MULTILINE)
+    shown = re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)
+    assert sorted(shown) == sorted(get_args(RoutingSettings.model_fields["policy"].annotation))
+    (block,) = re.findall(r"```toml\n(\[gateway.routing\].*?)```", GUIDE, re.DOTALL)
+    file = tmp_path / "splitpoint.toml"
+    file.write_text(block)
+    assert load(file, environment={}).gateway.routing.policy == "prefix_aware"
+    defaults = RoutingSettings()
+    for name in ("max_load_ratio", "prefix_hit_weight"):
+        assert f"`{name}` ({getattr(defaults, name):g})" in GUIDE
 
 
 @pytest.mark.parametrize("word", ["allow_unencrypted_kv", "worker.metrics_port", "vllm:splitpoint_scheduler_events_total"])
