@@ -1,0 +1,180 @@
+"""Whatever pools are asked for one after another, reconcile comes to them. A world of workers that start, relabel and drain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.pools.assign import assign
+from coordinator.pools.plan import unsettled
+from coordinator.pools.reconcile import (
+    Actual,
+    DrainWorker,
+    ForgetWorker,
+    ProbeWorker,
+    RelabelWorker,
+    Rules,
+    StartWorker,
+    StopWorker,
+    reconcile,
+)
+from coordinator.pools.records import PoolTarget, WorkerRecord
+from coordinator.routing.views import Role, WorkerState
+from protos.ids import WorkerId
+
+pytestmark = pytest.mark.timeout(120)
+
+RULES = Rules(
+    heartbeat_interval_s=1.0, heartbeat_limit_s=3.0, probe_interval_s=5.0, max_failed_probes=3, start_timeout_s=1e6,
+    restart_backoff_s=1.0, restart_backoff_max_s=60.0,
+)  # fmt: skip
+START_PASSES, DRAIN_PASSES, LIMIT = 3, 4, 200
+
+
+class World:
+    """Workers as the coordinator knows them, one step a pass; the engine of a worker is fixed for its life."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.workers: dict[WorkerId, WorkerRecord] = {}
+        self.started = 0
+        self.stopped = 0
+
+    def step(self, targets: list[PoolTarget], budget_ranks: int) -> None:
+        self.now_s += 1.0
+        actual = Actual(workers=list(self.workers.values()))
+        actions = reconcile(targets, actual, self.now_s, RULES, budget_ranks=budget_ranks)
+        touched = [action.worker_id for action in actions if not isinstance(action, StartWorker)]
+        assert len(touched) == len(set(touched)), "one action per worker"
+        by_name = {target.name: target for target in targets}
+        for action in actions:
+            match action:
+                case StartWorker(pool):
+                    self._start(by_name[pool])
+                case DrainWorker(worker_id):
+                    until_s = self.now_s + 1000.0
+                    self._set(worker_id, state=WorkerState.DRAINING, draining_until_s=until_s, drain_since_s=self.now_s)
+                case RelabelWorker(worker_id, pool, role):
+                    self._set(worker_id, pool=pool, role=role)
+                case StopWorker(worker_id):
+                    del self.workers[worker_id]
+                    self.stopped += 1
+                case ProbeWorker(worker_id):
+                    self._set(worker_id, probed_s=self.now_s)
+                case ForgetWorker(worker_id):
+                    del self.workers[worker_id]
+                case _:
+                    raise AssertionError(action)
+        self._live()
+
+    def _start(self, target: PoolTarget) -> None:
+        self.started += 1
+        worker_id = WorkerId(f"{target.name}-{self.started}")
+        self.workers[worker_id] = WorkerRecord(
+            worker_id=worker_id, pool=target.name, role=target.role, state=WorkerState.STARTING, created_s=self.now_s,
+            engine=target.engine, ranks=target.ranks,
+        )  # fmt: skip
+
+    def _live(self) -> None:
+        for worker_id, worker in list(self.workers.items()):
+            if worker.state is WorkerState.STARTING and self.now_s - worker.created_s >= START_PASSES:
+                self._set(worker_id, state=WorkerState.READY, probed_s=self.now_s)
+            if worker.drain_since_s is not None and self.now_s - worker.drain_since_s >= DRAIN_PASSES:
+                self._set(worker_id, idle_since_s=worker.idle_since_s or self.now_s)
+            self._set(worker_id, heartbeat_s=self.now_s)
+
+    def _set(self, worker_id: WorkerId, **known: object) -> None:
+        self.workers[worker_id] = replace(self.workers[worker_id], **known)  # type: ignore[arg-type]
+
+    def ranks(self) -> int:
+        return sum(w.ranks for w in self.workers.values())
+
+    def serving(self) -> int:
+        return sum(w.state is WorkerState.READY for w in self.workers.values())
+
+    def unsettled(self, targets: list[PoolTarget], budget_ranks: int) -> list[str]:
+        alive = list(self.workers.values())
+        return unsettled(assign(targets, alive, budget_ranks=budget_ranks, whole_roles=RULES.whole_roles), {})
+
+
+def total(targets: list[PoolTarget]) -> int:
+    return sum(t.replicas * t.ranks for t in targets)
+
+
+def pool_sets(engines: str, ranks: dict[str, int]) -> st.SearchStrategy[list[PoolTarget]]:
+    """Up to three pools, at least one replica in all."""
+    pool = st.tuples(st.sampled_from(Role), st.integers(0, 4), st.sampled_from(engines))
+    chosen = st.dictionaries(st.sampled_from(["a", "b", "c"]), pool, min_size=1)
+    made = chosen.map(
+        lambda pools: [
+            PoolTarget(name=name, role=role, replicas=count, engine=engine, ranks=ranks[engine])
+            for name, (role, count, engine) in pools.items()
+        ]
+    )
+    return made.filter(lambda targets: total(targets) > 0)
+
+
+@given(st.lists(st.tuples(pool_sets("xy", {"x": 1, "y": 2}), st.integers(0, 12)), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_every_set_is_reached_and_the_accelerators_are_never_exceeded(asked: list[tuple[list[PoolTarget], int]]) -> None:
+    """Each set is left alone for some passes, the last one until nothing is to be done."""
+    world, held = World(), 0
+    targets: list[PoolTarget] = []
+    budget_ranks = 0
+    for targets, passes in asked:
+        budget_ranks = max(total(targets), held)
+        for _ in range(passes):
+            before = world.ranks()
+            world.step(targets, budget_ranks)
+            if any(w.engine not in {t.engine for t in targets} for w in world.workers.values()):
+                assert world.ranks() <= max(before, budget_ranks)
+        held = max(total(targets), world.ranks())
+    for _ in range(LIMIT):
+        if not world.unsettled(targets, budget_ranks):
+            break
+        world.step(targets, budget_ranks)
+    assert world.unsettled(targets, budget_ranks) == []
+    have = sorted((w.pool, w.role, w.engine) for w in world.workers.values())
+    assert have == sorted((t.name, t.role, t.engine) for t in targets for _ in range(t.replicas))
+    known = dict(world.workers)
+    world.step(targets, budget_ranks)
+    assert world.workers.keys() == known.keys(), "and stays so"
+
+
+@given(pool_sets("x", {"x": 1}), pool_sets("x", {"x": 1}))
+@settings(max_examples=100, deadline=None)
+def test_with_one_engine_only_the_difference_is_started_or_stopped(old: list[PoolTarget], new: list[PoolTarget]) -> None:
+    world = World()
+    for _ in range(START_PASSES + 2):
+        world.step(old, total(old))
+    assert world.unsettled(old, total(old)) == []
+    started, serving = world.started, []
+    for _ in range(LIMIT):
+        if not world.unsettled(new, max(total(old), total(new))):
+            break
+        world.step(new, max(total(old), total(new)))
+        serving.append(world.serving())
+    assert world.unsettled(new, max(total(old), total(new))) == []
+    assert world.started - started == max(0, total(new) - total(old))
+    assert world.stopped == max(0, total(old) - total(new))
+    assert all(count >= min(total(old), total(new)) for count in serving), "no more than the surplus ever leaves"
+
+
+@given(pool_sets("x", {"x": 1}), pool_sets("y", {"y": 1}))
+@settings(max_examples=100, deadline=None)
+def test_with_room_for_one_beside_it_somebody_always_serves(old: list[PoolTarget], new: list[PoolTarget]) -> None:
+    world, budget_ranks = World(), max(total(old), total(new))
+    for _ in range(START_PASSES + 2):
+        world.step(old, total(old))
+    served = []
+    for _ in range(LIMIT):
+        if not world.unsettled(new, budget_ranks):
+            break
+        world.step(new, budget_ranks)
+        served.append(world.serving())
+    assert world.unsettled(new, budget_ranks) == []
+    if budget_ranks > 1:
+        assert min(served, default=1) >= 1
