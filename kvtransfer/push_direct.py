@@ -5,7 +5,6 @@ thread, as soon as blocks are staged. The node's loop only guards it: deadline, 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,8 +36,8 @@ class DirectPush:
         self._rt = runtime
         self._servicer = servicer
         self._transport = transport
-        self._waiting: dict[tuple[bytes, int], tuple[bytes, asyncio.Task[None]]] = {}
-        """Asks for what is not reserved yet, with the capability they came with. The loop's."""
+        self._waiting: dict[tuple[bytes, bytes, int], asyncio.Task[None]] = {}
+        """Asks for what is not reserved yet, by transfer, capability, rank: a forged one stands in nobody's way. The loop's."""
 
     def asked(self, request: pb.FetchRequest, answers: Answers) -> None:
         """As `Serves`. What is not the ordinary case is settled on the loop, as it is for an ask by gRPC."""
@@ -64,8 +63,8 @@ class DirectPush:
 
     def left(self, request: pb.CompleteRequest) -> None:
         """The receiver is not interested (any more). On the loop."""
-        capability, task = self._waiting.get((request.grant.transfer_id, request.receiver_rank), (b"", None))
-        if task is not None and hmac.compare_digest(capability, request.grant.capability):
+        task = self._waiting.get((request.grant.transfer_id, request.grant.capability, request.receiver_rank))
+        if task is not None:
             task.cancel()
 
     def _unusual(self, request: pb.FetchRequest) -> bool:
@@ -81,7 +80,7 @@ class DirectPush:
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     def _wait(self, request: pb.FetchRequest, found: Refusal | None, answers: Answers, deadline: float) -> None:
-        key = request.grant.transfer_id, request.receiver_rank
+        key = request.grant.transfer_id, request.grant.capability, request.receiver_rank
         rt = self._rt
 
         async def run() -> None:
@@ -100,8 +99,7 @@ class DirectPush:
         if key in self._waiting:
             answers.error(rt.refused("fetch_again", "this transfer is being asked for already; a capability is used once"))
             return
-        task = rt.tasks.spawn(f"ask {request.grant.transfer_id.hex()}", run())
-        self._waiting[key] = request.grant.capability, task
+        self._waiting[key] = rt.tasks.spawn(f"ask {request.grant.transfer_id.hex()}", run())
 
     async def _reserved(self, request: pb.FetchRequest, found: Refusal | None, deadline: float) -> Lease:
         rt = self._rt

@@ -162,10 +162,24 @@ async def test_an_ask_waits_for_its_reservation_and_no_longer_than_this_side_say
     transfer = transfer_of(pair, 40)
     pull = asyncio.create_task(transfer.pull())
     await until(lambda: pair.senders[0]._rt.pending_fetches == 1, 5)
+    sender = pair.senders[0]
+    transport = next(t for t in sender._rt.transports.values() if t.scheme == "ucx")
+    forged = pb.FetchRequest(
+        grant=pb.TransferGrant(transfer_id=transfer.id, capability=new_capability()),
+        sender_incarnation=sender.endpoint.incarnation,
+        transport="ucx",
+        remaining_s=5.0,
+    )
+    refusals: list[Any] = []
+    answers: Any = SimpleNamespace(error=refusals.append)
+    transport._core.run(lambda: transport._asks._serves.asked(forged, answers))
+    await until(lambda: sender._rt.pending_fetches == 2, 5)
     await transfer.reserve()
     transfer.gather()
     await pull
     assert_scattered(transfer)
+    await until(lambda: bool(refusals), 5)
+    assert "capability" in refusals[0].message, "who guesses stands in nobody's way"
     error = await error_of(transfer_of(pair, 40).pull())
     assert error.code is Code.TRANSFER_REFUSED
     assert "nothing was reserved" in error.message
