@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from coordinator.compare.load import Outcome
 from scripts.cross_figures import DEFINITIONS, METRICS, OURS, cells, figures, spreads
+from scripts.crosscheck import CrossCheckError, Run, prompts
+from tests.support.gateway import tiny_tokenizer
 
 
 def outcome(
@@ -71,3 +74,19 @@ def test_a_difference_of_words_is_told_from_one_of_figures() -> None:
 def test_the_spread_of_a_tools_own_blocks_is_a_share_of_their_mean() -> None:
     blocks = [dict.fromkeys(METRICS, 99.0), dict.fromkeys(METRICS, 101.0)]
     assert spreads(blocks) == pytest.approx(dict.fromkeys(METRICS, 0.02))
+
+
+def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_every_time() -> None:
+    tokenizer = tiny_tokenizer().backend
+    wanted = Run(requests=3, prompt_tokens=7, output_tokens=2, rate_per_s=1.0)
+    found = prompts(wanted, tokenizer)
+    assert [len(ids) for _, ids in found] == [7, 7, 7]
+    assert all(tokenizer.encode(text).ids == ids for text, ids in found)
+    assert prompts(wanted, tokenizer) == found
+    assert len({text for text, _ in found}) == 3
+
+
+def test_a_tokenizer_without_whole_words_is_refused() -> None:
+    """The words of its vocabulary do not come back as themselves."""
+    with pytest.raises(CrossCheckError, match="5 tokens"):
+        prompts(Run(requests=1, prompt_tokens=5, output_tokens=2, rate_per_s=1.0), Tokenizer(models.BPE({"Ġab": 0, "x": 1}, [])))
