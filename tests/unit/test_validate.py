@@ -184,13 +184,14 @@ def test_metadata() -> None:
             ("x-splitpoint-path", b"split"),
             ("x-splitpoint-transport", "grpc"),
             ("x-splitpoint-pools", "a, b"),
+            ("x-splitpoint-session", b"talk 7"),
             ("x-splitpoint-deadline-s", "2.5"),
             ("authorization", "Bearer x"),
         ],
         max_deadline_s=10,
     )
     assert (checked.client_request_id, checked.path, checked.transport, checked.deadline_s) == ("abc", "split", "grpc", 2.5)
-    assert checked.pools == {"a", "b"}
+    assert (checked.pools, checked.session) == ({"a", "b"}, "talk 7")
 
 
 def test_a_transport_may_be_named_where_it_is_configured() -> None:
@@ -214,6 +215,7 @@ def test_a_transport_may_be_named_where_it_is_configured() -> None:
         ("x-splitpoint-deadline-s", "11", Code.INVALID_VALUE, "(0, 10]"),
         ("x-splitpoint-deadline-s", "soon", Code.INVALID_VALUE, "(0, 10]"),
         ("x-splitpoint-deadline-s", "nan", Code.INVALID_VALUE, "(0, 10]"),
+        ("x-splitpoint-session", "x" * 257, Code.INVALID_VALUE, "256"),
         ("x-request-id", "x" * 257, Code.INVALID_VALUE, "256"),
         ("x-request-id", "a\tb", Code.INVALID_VALUE, "printable"),
         ("x-splitpoint-control-token", "t", Code.FORBIDDEN_FIELD, "may not be set"),
