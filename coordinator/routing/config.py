@@ -33,7 +33,7 @@ class RoutingSettings(BaseModel):
         128, description="Prompts are compared block by block of so many tokens; a shared beginning that is shorter is not seen."
     )
     prefix_index_blocks: PositiveInt = Field(
-        524_288, description="Entries of the index (one worker, one block), shared evenly by the workers."
+        524_288, description="Entries of the index (one worker, one block; about 0.4 KiB), shared evenly by the workers."
     )
     prefix_worker_tokens: PositiveInt = Field(
         262_144, description="KV that a worker can cache, for workers that do not say it themselves."
