@@ -15,7 +15,7 @@ from coordinator.gateway.api import Finished, Submission, Tokens
 from coordinator.gateway.grpc_front import build_grpc_server
 from tests.support.gateway import MODEL, FakeCore, frontend
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 REQUESTS = 7
 
@@ -63,14 +63,14 @@ async def test_two_processes_send_one_schedule_and_the_next_until_one_is_cancell
     async with ClientProcesses(target, processes=2) as clients:
         assert await clients.model(10) == MODEL
         clients.know("arm", ArmTarget("colocated", pools=("a",)))
-        first = await run_probe(clients, workload(), path="arm", rate_per_s=50.0, deadline_s=30, on_done=on_done)
+        first = await run_probe(clients, workload(), path="arm", rate_per_s=50.0, deadline_s=60, on_done=on_done)
         own = {child.pid for child in children()}
-        second = await run_probe(clients, workload(4), path="split", rate_per_s=50.0, deadline_s=30)
+        second = await run_probe(clients, workload(4), path="split", rate_per_s=50.0, deadline_s=60)
         assert len(own) == 2
         assert {child.pid for child in children()} == own
         core.script = lambda submission: [asyncio.Event()]
         cancelled = asyncio.create_task(run_probe(clients, workload(5), path="split", rate_per_s=50.0, deadline_s=60))
-        await asyncio.wait_for(until_submitted(core, 2 * REQUESTS + 1), 30)
+        await asyncio.wait_for(until_submitted(core, 2 * REQUESTS + 1), 90)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
@@ -84,7 +84,7 @@ async def test_two_processes_send_one_schedule_and_the_next_until_one_is_cancell
             assert outcome.prompt_tokens == len(planned.prompt_token_ids)
             assert outcome.ledger is not None
             # Sent after it was due by the clock of whoever sent it: the processes read the same one.
-            assert 0 <= outcome.lag_s < 30
+            assert 0 <= outcome.lag_s < 60
     asked = {tuple(s.prompt_token_ids): s for s in core.submissions}
     assert {asked[r.prompt_token_ids].path for r in workload().requests} == {"colocated"}
     assert {asked[r.prompt_token_ids].pools for r in workload().requests} == {frozenset({"a"})}
@@ -108,7 +108,7 @@ async def test_a_schedule_that_was_late_is_followed_by_more_processes(served: tu
     _, target = served
     async with ClientProcesses(target, model=MODEL, most=3) as clients:
         assert clients.processes == 1
-        probe = await run_probe(clients, workload(), path="split", rate_per_s=200.0, deadline_s=30, ttft_slo_s=1e-9)
+        probe = await run_probe(clients, workload(), path="split", rate_per_s=200.0, deadline_s=60, ttft_slo_s=1e-9)
         assert "fell behind" in probe.void
         assert [outcome.failure for outcome in probe.outcomes] == [""] * REQUESTS
         assert clients.processes == 2

@@ -24,7 +24,7 @@ from coordinator.compare.proof.virtual_time import run_virtual
 from coordinator.compare.workload import PlannedRequest
 from scripts.guide import ROOT, console_commands
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 GUIDE = (ROOT / "docs" / "guide-researchers.md").read_text()
 CHAPTER = GUIDE[GUIDE.index("## Should I split?") : GUIDE.index("## Before anything runs")]
