@@ -29,6 +29,8 @@ SPEEDS = {
 """By the goodput ratio that is aimed at, the speed that has it, from long runs. Goodput moves by more than speed: a faster engine
 also has more of the objective left."""
 FAULT_LOOKS = (3,)
+WIDE = 0.08
+"""Of the log ratio: arms further apart need a rate more to reach both knees."""
 
 
 def _name(ratio: float) -> str:
@@ -38,8 +40,11 @@ def _name(ratio: float) -> str:
 
 
 TRUTHS = (
-    *(EngineCell(name=_name(ratio), nominal=ratio, speed=speed) for ratio, speed in SPEEDS.items()),
-    EngineCell(name="prefill and decode", kind="split"),
+    *(
+        EngineCell(name=_name(ratio), nominal=ratio, speed=speed, rates=4 if abs(math.log(ratio)) > WIDE else 3)
+        for ratio, speed in SPEEDS.items()
+    ),
+    EngineCell(name="prefill and decode", kind="split", rates=4),
 )
 FAULTS = (
     EngineCell(name="mistuned baseline", fault=faults.MISTUNED, untuned=True),

@@ -22,7 +22,7 @@ from coordinator.compare.stats import knee, t_interval
 Floats = npt.NDArray[np.float64]
 
 FIRST_SEED = 50_000_000
-SEEDS = 32
+SEEDS = 96
 RATES = (2.0, 2.3, 2.6, 3.0, 3.4, 3.9, 4.4, 5.0, 5.7, 6.5)
 TUNED = {"colocated": 32, "split": 8192}
 SURE = 0.99
