@@ -28,8 +28,6 @@ from coordinator.compare.verdict import Verdict
 
 pytestmark = pytest.mark.timeout(120)
 
-RECORD = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "verdict-proof-engine.json"
-
 
 def probe(cell: EngineCell, arm: str, chunk: int = 32, rate: float = 3.0, requests: int = 40, seed: int = 1) -> Probe:
     """One probe of one arm in a world of its own."""
