@@ -7,20 +7,21 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from coordinator.compare.quality.client import Answer
 from coordinator.compare.quality.divergence import Deltas, decoded, forced, summarise
 from coordinator.compare.quality.gate import Paired, judge
-from coordinator.compare.quality.intervals import drop_interval, mcnemar_p
+from coordinator.compare.quality.intervals import drop_interval, mcnemar_p, questions_needed
 from coordinator.compare.quality.limits import QualityGate, QualityVerdict
 from coordinator.compare.quality.parity import first_divergence, floor_of, gap_noise, top_two_gap
 from coordinator.compare.quality.questions import Question, QuestionSet, load, parse
 
 pytestmark = pytest.mark.timeout(30)
 
-DIGEST = "b704992ec7253649399c12ac657c7e8ea10fa3e526e82bd9c37f30e9aa55249c"
+DIGEST = "3019a09a7ff429aadc43b5dfce7b3312d507f00cb32786e64228b77fbed3e833"
 Row = list[tuple[int, float, int]]
 
 
@@ -54,8 +55,8 @@ class TestQuestions:
     def test_what_is_to_be_extracted_is_there_once(self) -> None:
         lengths = []
         for question in (q for q in load().questions if q.kind == "extraction"):
-            shelf = question.prompt.splitlines()[-2].removeprefix("Question: What does ").removesuffix(" hold?")
-            assert question.prompt.count(f"{shelf.capitalize()} holds {question.answer},") == 1
+            shelf = question.prompt.splitlines()[-1].removesuffix(" holds")
+            assert question.prompt.count(f"{shelf} holds {question.answer},") == 1
             assert question.prompt.count(question.answer) == 1
             lengths.append(len(question.prompt))
         assert (min(lengths), max(lengths)) > (900, 4500), "from a few hundred to more than a thousand tokens"
@@ -84,7 +85,15 @@ class TestQuestions:
 
     @pytest.mark.parametrize(
         ("text", "right"),
-        [(" cold", True), ("Cold.", True), ("cold\nQuestion:", True), ("", False), ("cold water", False), ("not cold", False)],
+        [
+            (" cold", True),
+            ("Cold.", True),
+            ("cold\nQuestion:", True),
+            ("cold, of course", True),
+            ("", False),
+            ("cold water", False),
+            ("not cold", False),
+        ],
     )
     def test_text_is_an_exact_match(self, text: str, right: bool) -> None:
         question = Question(id="q", kind="recall", prompt="", answer="cold", max_tokens=1)
@@ -92,6 +101,7 @@ class TestQuestions:
 
     def test_fewer_are_spread_and_keep_the_digest(self) -> None:
         few = load().first(5)
+        assert len({q.answer.partition(",")[0] for q in few.questions if q.kind == "tool_call"}) == 3, "every tool"
         assert len(few.questions) == 20
         assert few.digest == load().digest
         assert load().first(1000).questions == load().questions
@@ -291,3 +301,15 @@ class TestGate:
 def test_a_set_is_a_value() -> None:
     assert isinstance(load(), QuestionSet)
     assert load() is load()
+
+
+def test_the_guide_says_the_limits_and_the_numbers() -> None:
+    guide = " ".join((Path(__file__).resolve().parents[2] / "docs" / "guide-researchers.md").read_text().split())
+    gate, found = QualityGate(), load()
+    for said in (
+        f"{len(found.questions)} fixed questions",
+        f"at most {gate.max_score_drop:.0%} of the questions lost, a mean of {gate.max_mean_divergence:g} nats above the floor, "
+        f"a p99 of {gate.max_p99_divergence:g} nat, the same first choice in at least {gate.min_top1_agreement:.0%}",
+        f"it takes {questions_needed(gate.max_score_drop)} questions to bound the loss at {gate.max_score_drop:.0%}",
+    ):
+        assert said in guide

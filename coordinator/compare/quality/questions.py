@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -55,16 +56,17 @@ class QuestionSet:
         return list(dict.fromkeys(question.kind for question in self.questions))
 
     def first(self, per_kind: int) -> QuestionSet:
-        """At most so many of each kind, evenly spread; all of them where there are no more."""
-        chosen = []
+        """At most so many of each kind, always the same ones; all of them where there are no more."""
+        chosen: set[str] = set()
         for kind in self.kinds:
-            own = [question for question in self.questions if question.kind == kind]
-            count = min(per_kind, len(own))
-            chosen += [own[i * len(own) // count] for i in range(count)]
-        return QuestionSet(self.version, self.digest, tuple(chosen), self.lines, self.schemas)
+            own = [question.id for question in self.questions if question.kind == kind]
+            # The file goes from easy to hard and turns through the tools; a digest knows nothing of that.
+            chosen.update(sorted(own, key=lambda name: hashlib.sha256(name.encode()).digest())[:per_kind])
+        kept = tuple(question for question in self.questions if question.id in chosen)
+        return QuestionSet(self.version, self.digest, kept, self.lines, self.schemas)
 
     def is_right(self, question: Question, text: str) -> bool:
-        """Exact match of the first line, but for case, outer spaces and a full stop; a tool call must be the same JSON object."""
+        """Exact match up to the first full stop, comma or line end, but for case; a tool call must be the same JSON object."""
         if question.kind == TOOL_CALL:
             return self.is_well_formed(text) and json.loads(text) == json.loads(question.answer)
         return _plain(text) == _plain(question.answer)
@@ -82,7 +84,7 @@ class QuestionSet:
 
 
 def _plain(text: str) -> str:
-    return text.strip().partition(STOP)[0].rstrip(". ").casefold()
+    return re.split(r"[.,\n]", text.strip(), maxsplit=1)[0].strip().casefold()
 
 
 @functools.cache
