@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
+
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, models
 
 from coordinator.compare.load import Outcome
 from scripts.cross_figures import DEFINITIONS, METRICS, OURS, cells, figures, spreads
-from scripts.crosscheck import CrossCheckError, Run, prompts
+from scripts.crosscheck import SIMULATED, CrossCheckError, Found, Run, as_record, prompts, show
 from tests.support.gateway import tiny_tokenizer
 
 
@@ -90,3 +94,18 @@ def test_a_tokenizer_without_whole_words_is_refused() -> None:
     """The words of its vocabulary do not come back as themselves."""
     with pytest.raises(CrossCheckError, match="5 tokens"):
         prompts(Run(requests=1, prompt_tokens=5, output_tokens=2, rate_per_s=1.0), Tokenizer(models.BPE({"Ġab": 0, "x": 1}, [])))
+
+
+def test_the_tables_and_the_record_hold_every_tool_and_figure() -> None:
+    theirs = [dict.fromkeys(METRICS, 50.0)] * 2
+    found = Found([RUN, RUN], dict.fromkeys(DEFINITIONS, theirs))
+    console = Console(record=True, width=200, file=io.StringIO())
+    show(found, console)
+    text = console.export_text()
+    for tool, definitions in DEFINITIONS.items():
+        assert tool in text
+        assert all(words in text for words, _ in definitions.values())
+    record = json.loads(json.dumps(as_record(found, SIMULATED, "simulated", {"guidellm": "0"})))
+    assert len(record["cells"]) == len(DEFINITIONS) * len(METRICS)
+    assert {cell["verdict"] for cell in record["cells"]} <= {"agrees", "by definition", "differs"}
+    assert record["run"]["requests"] == SIMULATED.requests
