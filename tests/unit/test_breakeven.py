@@ -260,13 +260,30 @@ class TestRecords:
             "pools": {
                 "prefill": {"role": "prefill", "replicas": 3},
                 "decode": {"role": "decode", "replicas": 1},
-                "both": {"role": "colocated", "replicas": 4},
+                "both": {"role": "colocated", "replicas": 2, "engine": {"tensor_parallel_size": 4}},
             },
             "engine": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         }
         record["manifest"] = {"settings": settings}
-        assert layout_of(record, *pair_of(record)) == Layout(prefill=3, decode=1, colocated=4, accelerators=16)
+        assert layout_of(record, *pair_of(record)) == Layout(prefill=3, decode=1, colocated=2, accelerators=16)
         assert layout_of({**record, "manifest": {}}, *pair_of(record)) is None
+
+    def test_pools_that_the_experiment_applied_count_before_those_that_stood(self) -> None:
+        record = experiment() | {"manifest": planted(256, 16, [1.0])["manifest"]}
+        split, colocated = pair_of(record)
+
+        def applied(pools: dict[str, Any], candidate: str) -> dict[str, Any]:
+            return {"candidates": {candidate: {"apply": pools}}}
+
+        record["experiment"] = {
+            "arms": {
+                split.name: applied(
+                    {"p": {"role": "prefill", "replicas": 1}, "d": {"role": "decode", "replicas": 3}}, split.candidate
+                ),
+                colocated.name: applied({"c": {"role": "colocated", "replicas": 4}}, colocated.candidate),
+            }
+        }
+        assert layout_of(record, split, colocated) == Layout(prefill=1, decode=3, colocated=4, accelerators=4)
 
     def test_other_models_machines_and_engines_do_not_mix(self) -> None:
         first = planted(256, 16, [1.0])

@@ -70,23 +70,32 @@ def pair_of(record: Mapping[str, Any], challenger: str = "") -> tuple[Arm, Arm]:
 def layout_of(record: Mapping[str, Any], split: Arm, colocated: Arm) -> Layout | None:
     """From the pools in the record's manifest, or those that the experiment applied; None where neither tells."""
     settings = record.get("manifest", {}).get("settings", {})
-    standing = settings.get("pools") or {}
-    engine = settings.get("engine") or {}
-    size = int(engine.get("tensor_parallel_size", 1)) * int(engine.get("pipeline_parallel_size", 1))
+    standing, common = settings.get("pools") or {}, settings.get("engine") or {}
 
-    def engines(arm: Arm, *roles: str) -> int:
+    def pools(arm: Arm, *roles: str) -> list[Mapping[str, Any]]:
         plan = (record.get("experiment") or {}).get("arms", {}).get(arm.name, {}).get("candidates", {}).get(arm.candidate, {})
-        pools = plan.get("apply") or {name: pool for name, pool in standing.items() if not arm.pools or name in arm.pools}
-        return sum(int(pool.get("replicas", 1)) for pool in pools.values() if pool.get("role") in roles)
+        found = plan.get("apply") or {name: pool for name, pool in standing.items() if not arm.pools or name in arm.pools}
+        return [pool for pool in found.values() if pool.get("role") in roles]
+
+    def size(pool: Mapping[str, Any]) -> int:
+        engine = {**common, **(pool.get("engine") or {})}
+        return int(engine.get("tensor_parallel_size", 1)) * int(engine.get("pipeline_parallel_size", 1))
 
     # Where no pool is labelled so, the colocated arm runs on the engines of both phases.
-    together = engines(colocated, "colocated") or engines(colocated, "prefill", "decode")
+    together = pools(colocated, "colocated") or pools(colocated, "prefill", "decode")
     try:
         return Layout(
-            prefill=engines(split, "prefill"), decode=engines(split, "decode"), colocated=together, accelerators=together * size
+            prefill=_replicas(pools(split, "prefill")),
+            decode=_replicas(pools(split, "decode")),
+            colocated=_replicas(together),
+            accelerators=sum(int(pool.get("replicas", 1)) * size(pool) for pool in together),
         )
     except ValueError:
         return None
+
+
+def _replicas(pools: Sequence[Mapping[str, Any]]) -> int:
+    return sum(int(pool.get("replicas", 1)) for pool in pools)
 
 
 def observations(record: Mapping[str, Any], split: Arm, colocated: Arm, layout: Layout) -> list[Observation]:
