@@ -49,7 +49,7 @@ TRUTHS = (
 FAULTS = (
     EngineCell(name="mistuned baseline", fault=faults.MISTUNED, untuned=True),
     EngineCell(name="stall every 2 s", fault=faults.STALL, stalls=True, looks=FAULT_LOOKS),
-    EngineCell(name="lossy arm", fault=faults.LOSSY, losses=0.02, looks=FAULT_LOOKS),
+    EngineCell(name="lossy arm", fault=faults.LOSSY, losses=0.02),
     EngineCell(name="lagging client", fault=faults.LATE_CLIENT, pause_s=0.1, looks=FAULT_LOOKS),
     EngineCell(name="carry-over", fault=faults.CARRY_OVER, salted=False, looks=FAULT_LOOKS),
 )

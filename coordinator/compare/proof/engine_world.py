@@ -32,8 +32,6 @@ ARM_SPREAD, ARM_KEEPS_S = 0.005, 60.0
 DRIFT_PER_S = 0.05 / 3000
 """Steady, for both: about 5 % in an experiment."""
 STALL_LASTS_S, STALL_EVERY_S = 0.35, 2.0
-LOSSES = 0.02
-PAUSE_S = 0.1
 BASELINE, CHALLENGER = "colocated", "split"
 
 
