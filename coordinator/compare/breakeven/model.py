@@ -139,8 +139,8 @@ class Fit:
 
 def stress(ttft_s: float, tpot_s: float | None, input_tokens: float, slo: Mapping[str, Any]) -> float:
     """How much of the objective a request uses: the larger share of its TTFT and its TPOT; it meets it up to 1."""
-    share = ttft_s / (slo["ttft_s"] + (slo.get("ttft_s_per_token") or 0.0) * input_tokens)
-    return share if tpot_s is None else max(share, tpot_s / slo["tpot_s"])
+    share = float(ttft_s / (slo["ttft_s"] + (slo.get("ttft_s_per_token") or 0.0) * input_tokens))
+    return share if tpot_s is None else max(share, float(tpot_s / slo["tpot_s"]))
 
 
 def _stretch(busy: float) -> float:

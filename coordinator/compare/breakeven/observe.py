@@ -235,4 +235,4 @@ def _pairs(requests: Iterable[Mapping[str, Sequence[float]]]) -> list[tuple[floa
 def _tpot(outcome: Outcome) -> float | None:
     if outcome["tokens"] < 2 or outcome["ttft_s"] is None or outcome["e2e_s"] is None:
         return None
-    return float(outcome["e2e_s"] - outcome["ttft_s"]) / (outcome["tokens"] - 1)
+    return float((outcome["e2e_s"] - outcome["ttft_s"]) / (outcome["tokens"] - 1))
