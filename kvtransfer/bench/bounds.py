@@ -6,7 +6,8 @@ one block of one layer, with the checksum of each while it is in the cache; `rea
 
 `at once`: the four stages of a transfer, each over all the bytes, at the same time and without a word between them: in the sender
 `memcpy_crc32c`, in the receiver `readv_crc32c` on one thread and copies in such pieces on another. It ends with the last of them.
-No pipeline of these calls is faster on this machine, whatever its cores share and wherever its kernel puts the threads.
+That is what this machine gives these calls, with what its cores share and wherever its kernel puts the threads: a measured rate
+with a measured spread, where the bound from single operations is arithmetic.
 """
 
 from __future__ import annotations

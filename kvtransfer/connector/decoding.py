@@ -172,7 +172,9 @@ class Receiver(_Half):
         prompt: Any = {"type": "token", "prompt_token_ids": list(range(100, 100 + PROMPT_TOKENS))}
         self._engine.add_request(name, prompt, self._sampling)
         for _ in range(1 + WARM_TOKENS):
+            self._scatter(due, case)
             self._step()
+        self._scatter(due, case)  # what came before the turn is not of its rate
         begun = last = time.perf_counter()
         end = begun + self._options["seconds"]
         left_before = len(due)
