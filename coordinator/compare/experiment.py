@@ -77,7 +77,7 @@ class Experiment(BaseModel):
     rates: int = Field(4, ge=2, le=9, description="Rates around the knees, the same for every arm.")
     spread: float = Field(1.25, gt=1, le=3, description="The outer rates lie this factor beyond the lowest and highest knee.")
     looks: tuple[int, ...] = Field((5,), min_length=1, description="Rising numbers of seeds at which it is judged.")
-    tuning_seeds: PositiveInt = Field(1, description="On which an arm's candidates are tried.")
+    tuning_seeds: PositiveInt = Field(2, description="On which an arm's candidates are tried; one alone may choose by luck.")
     search_steps: int = Field(8, ge=2, le=20, description="At most so many rates are tried to find a knee, factors of 1.5 apart.")
     start_rate_per_s: PositiveFloat | None = Field(None, description="Where the search begins. None: from the unloaded times.")
     unloaded_requests: int = Field(4, ge=2, le=100, description="Of each arm, one at a time; multiples rest on them.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from coordinator.compare.notes import NOT_MEASURED
 from coordinator.compare.stats import Knee, knee, log_ratios
 
 FIRST, SECOND = "_first", "_second"
-"""Behind the baseline's name: its first and second probes of each block, the baseline against itself."""
+"""Behind an arm's name: its first and second probes of each block. The baseline's are the baseline against itself."""
 
 
 def seed_knee(probes: Sequence[Probe], slo: Slo) -> Knee:
@@ -21,13 +22,14 @@ def seed_knee(probes: Sequence[Probe], slo: Slo) -> Knee:
     return knee([probe.rate_per_s for probe in probes], [probe.attainment(slo) for probe in probes], requests=judged)
 
 
-def seed_knees(probes: Sequence[Probe], seed: int, slo: Slo, arms: Sequence[str], baseline: str) -> dict[str, Any]:
-    """One seed's entry of a record: each arm's goodput, or why there is none, and the two halves of the baseline's."""
+def seed_knees(probes: Sequence[Probe], seed: int, slo: Slo, arms: Sequence[str]) -> dict[str, Any]:
+    """One seed's entry of a record: each arm's goodput, or why there is none, and the same of its first and second probes."""
     own = [probe for probe in probes if probe.seed == seed and not probe.void]
     entry: dict[str, Any] = {"seed": seed}
     chosen = {name: [probe for probe in own if probe.path == name] for name in arms}
-    for half, suffix in enumerate((FIRST, SECOND)):
-        chosen[baseline + suffix] = [probe for probe in own if probe.path == baseline and probe.half == half]
+    for name in arms:
+        for half, suffix in enumerate((FIRST, SECOND)):
+            chosen[name + suffix] = [probe for probe in own if probe.path == name and probe.half == half]
     for name, found in chosen.items():
         point = seed_knee(found, slo)
         entry[name] = {"rate_per_s": point.rate_per_s, "why": point.why}
@@ -44,3 +46,13 @@ def ratios(knees: Sequence[dict[str, Any]], over: str, under: str) -> list[float
 def floor(knees: Sequence[dict[str, Any]], baseline: str) -> list[float]:
     """The baseline against itself, as `ratios`."""
     return ratios(knees, baseline + FIRST, baseline + SECOND)
+
+
+def gains(knees: Sequence[dict[str, Any]], arms: Sequence[str]) -> list[float]:
+    """log(second / first probes) of each seed that has both of all arms, the arms' mean."""
+    found = []
+    for entry in knees:
+        own = [ratios([entry], name + SECOND, name + FIRST) for name in arms if name + FIRST in entry]
+        if len(own) == len(arms) and all(own):
+            found.append(statistics.fmean(ratio for (ratio,) in own))
+    return found

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.compare.experiment import Experiment
-from coordinator.compare.faults import LATE_CLIENT, Fault, inspect, mistuned
-from coordinator.compare.goodput import floor, ratios
+from coordinator.compare.faults import LATE_CLIENT, Fault, inspect, mistuned, second_halves
+from coordinator.compare.goodput import floor, gains, ratios
 from coordinator.compare.load import Probe
 from coordinator.compare.notes import knee_notes, to_settle, void_notes
 from coordinator.compare.paired import paired
@@ -103,7 +103,7 @@ def _faults(record: Record, experiment: Experiment, sent: Sequence[Workload]) ->
     if lost > 0.1 * len(record.probes):
         found.insert(0, Fault(LATE_CLIENT, f"the client fell behind: {lost} of {len(record.probes)} probes are void", True))
     tuned = (mistuned(arm.name, arm.tried, arm.candidate, experiment.margin) for arm in record.arms)
-    return found + [fault for fault in tuned if fault is not None]
+    return found + [fault for fault in (second_halves(gains(record.knees, names)), *tuned) if fault is not None]
 
 
 def _priors(record: Record) -> list[str]:

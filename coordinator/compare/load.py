@@ -175,11 +175,15 @@ class Probe:
         return sum(outcome.meets(slo) for outcome in self.judged) / len(self.judged)
 
     def thin(self) -> None:
-        """Keep the gaps between tokens of evenly chosen requests, about `KEPT_GAPS` of them, to the microsecond: what figures
-        need. Whatever is judged request by request has its own field."""
+        """Keep the gaps between tokens of evenly chosen requests, about `KEPT_GAPS` of them: what figures need.
+
+        Whatever is judged request by request has its own field. Gaps and ledgers are kept to the microsecond.
+        """
         every = max(1, math.ceil(sum(len(outcome.gaps_s) for outcome in self.outcomes) / KEPT_GAPS))
         for number, outcome in enumerate(self.outcomes):
             outcome.gaps_s = [] if number % every else [round(gap, 6) for gap in outcome.gaps_s]
+            if outcome.ledger:
+                outcome.ledger = {k: round(v, 6) if isinstance(v, float) else v for k, v in outcome.ledger.items()}
 
     @property
     def lag_p99_s(self) -> float:

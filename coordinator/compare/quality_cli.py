@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import grpc
-import grpc.aio
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coordinator.compare.quality.limits import QualityGate, QualityVerdict
-from protos.errors import TABLE, Code
-from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
     from coordinator.compare.quality.client import Arm
@@ -24,8 +19,6 @@ if TYPE_CHECKING:
     from coordinator.compare.quality.report import QualityReport
 
 MODEL_TIMEOUT_S = 10.0
-RESET_TIMEOUT_S = 30.0
-RESET_PAUSE_S = 0.2
 UNDECIDED_STATUS = 3
 ARM = "NAME=PATH[@TRANSPORT][:POOL,...]"
 
@@ -117,21 +110,15 @@ def _arm(text: str) -> Arm:
 
 def _resetting(admin: str) -> Prepare:
     """Empties every prefix cache; waits where a worker still holds blocks of what has just ended."""
+    from coordinator.compare.admin_rig import AdminRig
     from coordinator.compare.quality.measure import QualityError
+    from coordinator.compare.rig import RigError
 
     async def prepare(_: Arm) -> None:
-        async with grpc.aio.insecure_channel(admin, options=[("grpc.enable_http_proxy", 0)]) as channel:
-            stub = admin_pb2_grpc.AdminServiceStub(channel)
-            end_s = time.monotonic() + RESET_TIMEOUT_S
-            while True:
-                try:
-                    await stub.ResetPrefixCaches(admin_pb2.ResetPrefixCachesRequest(), timeout=RESET_TIMEOUT_S)
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is not TABLE[Code.CONFLICT].grpc or time.monotonic() > end_s:
-                        why = f"{error.code().name}: {error.details()}"
-                        raise QualityError(f"{admin}: prefix caches could not be reset: {why}") from error
-                    await asyncio.sleep(RESET_PAUSE_S)
-                else:
-                    return
+        async with AdminRig(admin) as rig:
+            try:
+                await rig.reset_caches()
+            except RigError as error:
+                raise QualityError(f"{admin}: {error}") from error
 
     return prepare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,11 +31,12 @@ def schema() -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The record in a file. Raises `RecordError`."""
+    """The record in a file, compressed where its name ends in .gz. Raises `RecordError`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordError(f"{path}: {error.strerror}") from error
+        data = path.read_bytes()
+        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (OSError, EOFError) as error:
+        raise RecordError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     except ValueError as error:
         raise NotARecordError(f"{path}: not JSON: {error}") from error
     if not isinstance(found, dict) or "judgement" not in found:
@@ -59,7 +61,7 @@ def find(folder: Path) -> Iterator[tuple[Path, dict[str, Any] | RecordError]]:
     """
     if not folder.is_dir():
         raise RecordError(f"{folder}: not a folder")
-    for path in sorted(folder.rglob("*.json")):
+    for path in sorted([*folder.rglob("*.json"), *folder.rglob("*.json.gz")]):
         try:
             yield path, read(path)
         except NotARecordError:

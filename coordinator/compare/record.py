@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gzip
 import json
 import os
 import tempfile
@@ -98,7 +99,19 @@ class Record:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        """One line per field, and per probe: what is large is dense, and a difference is still found line by line."""
+        lines = []
+        for name, value in dataclasses.asdict(self).items():
+            if name == "probes" and value:
+                text = "[\n  " + ",\n  ".join(_dense(probe) for probe in value) + "\n ]"
+            else:
+                text = _dense(value)
+            lines.append(f' "{name}": {text}')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _dense(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def utc_now() -> str:
@@ -111,12 +124,19 @@ def write(record: Record, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write it whole or not at all: a reader never sees half a record. Raises `OSError`."""
+    """Write it whole or not at all: a reader never sees half a record. Where the name ends in .gz it is compressed.
+
+    Raises `OSError`.
+    """
+    data = text.encode()
+    if path.suffix == ".gz":
+        # Without a time stamp: equal records are equal files.
+        data = gzip.compress(data, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)

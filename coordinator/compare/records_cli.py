@@ -21,7 +21,7 @@ def report(
     from coordinator.compare.record import write_text
 
     try:
-        page = render([(path.stem, read(path)) for path in records])
+        page = render([(path.name.removesuffix(".gz").removesuffix(".json"), read(path)) for path in records])
         write_text(page, out)
     except (RecordError, OSError) as error:
         Console(stderr=True).print(str(error), style="bold red", markup=False, soft_wrap=True)

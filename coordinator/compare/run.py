@@ -203,7 +203,7 @@ def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[d
     # Probes are in the plan's order; a run that was cut has fewer.
     for step, probe in zip(plan.steps, probes, strict=False):
         probe.half = step.half
-    knees = [seed_knees(probes, seed, slo, PATHS, BASELINE) for seed in plan.seeds]
+    knees = [seed_knees(probes, seed, slo, PATHS) for seed in plan.seeds]
     return knees, ratios(knees, "split", BASELINE), floor(knees, BASELINE)
 
 

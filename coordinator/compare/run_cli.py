@@ -94,7 +94,7 @@ def run(
         from coordinator.compare.read import read as read_record
         from coordinator.compare.record import write_text
 
-        write_text(render([(record.stem, read_record(record))]), report)
+        write_text(render([(record.name.removesuffix(".gz").removesuffix(".json"), read_record(record))]), report)
         console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 

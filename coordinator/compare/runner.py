@@ -281,7 +281,7 @@ class _Run:
         record.workloads.append(sent.spec)
         record.workload_digests[str(seed)] = sent.source_digest or sent.digest
         await self._check_parity(seed)
-        record.knees.append(seed_knees(record.probes, seed, record.slo, self._names, experiment.baseline))
+        record.knees.append(seed_knees(record.probes, seed, record.slo, self._names))
         self._judge()
         for probe in probes:
             probe.thin()

@@ -329,7 +329,8 @@ class TestCommands:
 
     def test_the_guides_commands_run(self) -> None:
         guide = (ROOT / "docs" / "guide-researchers.md").read_text()
-        plans = [command for command in console_commands(guide, "splitpoint") if command.split()[1] == "plan"]
+        # What reads a record that another command of the guide makes is run where that one is.
+        plans = [c for c in console_commands(guide, "splitpoint") if c.split()[1] == "plan" and "--record runs/" not in c]
         assert len(plans) >= 4
         outputs = []
         for command in plans:

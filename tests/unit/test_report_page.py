@@ -238,6 +238,15 @@ class TestSvg:
 
 
 class TestRecords:
+    def test_a_compressed_record_is_read_and_found(self, tmp_path: Path) -> None:
+        write(comparison(), tmp_path / "a.json.gz")
+        write(comparison(), tmp_path / "b.json")
+        assert read(tmp_path / "a.json.gz") == read(tmp_path / "b.json")
+        assert [path.name for path, _ in find(tmp_path)] == ["a.json.gz", "b.json"]
+        (tmp_path / "a.json.gz").write_bytes((tmp_path / "a.json.gz").read_bytes()[:40])
+        with pytest.raises(RecordError, match=r"a\.json\.gz"):
+            read(tmp_path / "a.json.gz")
+
     def test_what_was_written_is_read(self, tmp_path: Path) -> None:
         write(comparison(), tmp_path / "a.json")
         assert read(tmp_path / "a.json") == plain()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.compare import bracket, runner
+from coordinator.compare import bracket, judged, runner
 from coordinator.compare.blocks import schedule
 from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment, ExperimentError, check, digest, read
 from coordinator.compare.load import ArmTarget, Piece, RequestFailedError
@@ -100,6 +100,7 @@ def experiment(**changes: Any) -> Experiment:
         "requests": 60,
         "rates": 3,
         "looks": [4],
+        "tuning_seeds": 1,
         "margin": 0.1,
     }
     return check({**plan, **changes})
@@ -391,3 +392,16 @@ def test_every_experiment_that_is_shipped_fits_its_system(path: Path) -> None:
             assert set(candidate.pools) <= set(pools)
     assert plan.is_tuned
     assert len(workload.requests) == plan.requests
+
+
+def test_what_the_first_probe_of_a_block_leaves_behind_is_a_fault_of_method() -> None:
+    plan = experiment()
+    record = measure(plan).record
+    for entry in record.knees:
+        for name in plan.arms:
+            entry[name + "_second"] = {"rate_per_s": 1.2 * (entry[name + "_first"]["rate_per_s"] or 10.0), "why": ""}
+            entry[name + "_first"]["rate_per_s"] = entry[name + "_second"]["rate_per_s"] / 1.2
+    sent = [workloads(entry["seed"], plan.requests) for entry in record.knees]
+    judged.refresh(record, plan, sent)
+    assert [fault.kind for fault in record.faults if fault.unfit] == ["carry-over"]
+    assert record.judgement.verdict is Verdict.UNDECIDED

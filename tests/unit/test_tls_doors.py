@@ -12,10 +12,14 @@ MAKERS = {"insecure_channel", "secure_channel", "add_insecure_port", "add_secure
 HOME = "kvtransfer/tls.py"
 # Clients of the public API and of the admin port, and the gateway that opens both: a proxy does TLS before those.
 PUBLIC = {
+    "coordinator/admin_call.py",
     "coordinator/cli.py",
     "coordinator/demo.py",
+    "coordinator/compare/admin_rig.py",
     "coordinator/compare/cli.py",
     "coordinator/compare/load.py",
+    "coordinator/compare/quality/client.py",
+    "coordinator/compare/usage.py",
     "coordinator/pools/gateway_process.py",
 }
 ROOMS = ("kvtransfer", "engine", "prefill", "decode", "coordinator")
