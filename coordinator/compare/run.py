@@ -5,11 +5,15 @@ The few seeds of it never decide; they show the two paths side by side and exerc
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from scipy import optimize
 
 from coordinator.compare.faults import LATE_CLIENT, inspect
 from coordinator.compare.goodput import floor, ratios, seed_knees
@@ -28,7 +32,7 @@ from coordinator.compare.paired import paired
 from coordinator.compare.plan import TAIL_E2ES, QuickPlan, plan_quick
 from coordinator.compare.priors import priors
 from coordinator.compare.record import Record, utc_now, write
-from coordinator.compare.slo import SloSpec
+from coordinator.compare.slo import SloError, SloSpec
 from coordinator.compare.sources import Material
 from coordinator.compare.summary import arm, summarise
 from coordinator.compare.target import connect
@@ -190,9 +194,26 @@ async def calibrate(
     base = summarise(baseline, outcomes[baseline], None)
     if base.ttft is None or base.tpot is None or base.e2e is None or base.e2e.p50 <= 0:
         raise ComparisonError(f"the {baseline} path answered without a measurable latency")
-    slo = wanted.resolve(unloaded_ttft_s=base.ttft.p50, unloaded_tpot_s=base.tpot.p50)
-    multiples = {"ttft": slo.ttft_s / base.ttft.p50, "tpot": slo.tpot_s / base.tpot.p50}
+    try:
+        slo = wanted.resolve(
+            unloaded_ttft_s=base.ttft.p50, unloaded_tpot_s=base.tpot.p50, ttft_line=ttft_line(outcomes[baseline])
+        )
+    except SloError as error:
+        raise ComparisonError(str(error)) from error
+    middle_tokens = statistics.median(outcome.prompt_tokens for outcome in outcomes[baseline])
+    ttft_s = slo.ttft_s + slo.ttft_s_per_token * middle_tokens
+    multiples = {"ttft": ttft_s / base.ttft.p50, "tpot": slo.tpot_s / base.tpot.p50}
     return Calibration(outcomes, slo, base.e2e.p50, multiples)
+
+
+def ttft_line(outcomes: Sequence[Outcome]) -> tuple[float, float] | None:
+    """TTFT as seconds and seconds a prompt token, both at least 0, by least squares; None for fewer than three lengths."""
+    answered = [outcome for outcome in outcomes if outcome.ttft_s is not None]
+    if len({outcome.prompt_tokens for outcome in answered}) < 3:
+        return None
+    rows = np.array([[1.0, outcome.prompt_tokens] for outcome in answered])
+    (base_s, per_token_s), _ = optimize.nnls(rows, np.array([outcome.ttft_s for outcome in answered], dtype=float))
+    return float(base_s), float(per_token_s)
 
 
 def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[dict[str, Any]], list[float], list[float]]:

@@ -1,7 +1,8 @@
 """Service level objectives as people write them: `ttft=500ms,tpot=50ms`, `ttft=200ms+0.2ms/token,tpot=2.5x,itl_p99=120ms`. Pure.
 
 A time is absolute (`ms` or `s`) or a multiple (`x`) of the median that the colocated path reaches unloaded; TTFT may grow with
-the prompt. On shared or small machines only multiples say anything.
+the prompt, by so much a token or, `xline`, as a multiple of the line through the unloaded ones. On shared or small machines only
+multiples say anything, and where prompts differ much a multiple of the median asks the impossible of the long ones.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ class SloError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Either `seconds` (and, for TTFT, `seconds_per_token` of the prompt) or `multiple` of the unloaded median."""
+    """Either `seconds` (and, for TTFT, `seconds_per_token` of the prompt) or `multiple` of the unloaded median, with `of_line` of
+    what is unloaded for the length of the prompt."""
 
     seconds: float = 0.0
     seconds_per_token: float = 0.0
     multiple: float = 0.0
+    of_line: bool = False
 
     def resolve(self, unloaded_s: float) -> float:
         """The fixed part, seconds."""
@@ -43,13 +46,24 @@ class SloSpec:
     tpot: Bound = Bound(multiple=TPOT_MULTIPLE)
     itl_p99: Bound | None = None
 
-    def resolve(self, *, unloaded_ttft_s: float, unloaded_tpot_s: float) -> Slo:
-        """The objective in seconds; multiples of `itl_p99` are of the unloaded TPOT."""
+    def resolve(self, *, unloaded_ttft_s: float, unloaded_tpot_s: float, ttft_line: tuple[float, float] | None = None) -> Slo:
+        """The objective in seconds; multiples of `itl_p99` are of the unloaded TPOT.
+
+        `ttft_line`: unloaded TTFT as seconds and seconds a prompt token; needed where a multiple of it is asked.
+
+        Raises:
+            SloError: it is needed and not there.
+        """
+        ttft_s, per_token_s = self.ttft.resolve(unloaded_ttft_s), self.ttft.seconds_per_token
+        if self.ttft.of_line:
+            if ttft_line is None:
+                raise SloError("ttft: a multiple of the line needs unloaded requests of several lengths")
+            ttft_s, per_token_s = (self.ttft.multiple * part for part in ttft_line)
         return Slo(
-            ttft_s=self.ttft.resolve(unloaded_ttft_s),
+            ttft_s=ttft_s,
             tpot_s=self.tpot.resolve(unloaded_tpot_s),
             itl_p99_s=None if self.itl_p99 is None else self.itl_p99.resolve(unloaded_tpot_s),
-            ttft_s_per_token=self.ttft.seconds_per_token,
+            ttft_s_per_token=per_token_s,
         )
 
 
@@ -74,13 +88,17 @@ def in_words(slo: Slo) -> str:
 
 
 def _bound(name: str, value: str) -> Bound:
-    if match := re.fullmatch(rf"{_NUMBER}x", value):
+    if match := re.fullmatch(rf"{_NUMBER}x(line)?", value):
         if float(match[1]) <= 1:
             raise SloError(f"{name}={value}: a multiple must be above 1, or nothing attains it")
-        return Bound(multiple=float(match[1]))
+        if match[2] and name != "ttft":
+            raise SloError(f"{name}={value}: only ttft may grow with the prompt")
+        return Bound(multiple=float(match[1]), of_line=bool(match[2]))
     match = re.fullmatch(rf"{_NUMBER}(ms|s)(?:\+{_NUMBER}(ms|s)/token)?", value)
     if match is None:
-        raise SloError(f"{name}={value}: write 500ms, 0.5s or 4x" + (", or 200ms+0.2ms/token" if name == "ttft" else ""))
+        raise SloError(
+            f"{name}={value}: write 500ms, 0.5s or 4x" + (", or 200ms+0.2ms/token or 4xline" if name == "ttft" else "")
+        )
     if match[3] and name != "ttft":
         raise SloError(f"{name}={value}: only ttft may grow with the prompt")
     seconds = float(match[1]) * _unit(match[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.compare.load import Outcome, Slo
+from coordinator.compare.run import ttft_line
 from coordinator.compare.slo import SloError, SloSpec, in_words, parse
 
 
@@ -67,3 +68,27 @@ def test_in_words() -> None:
         "TTFT 200 ms + 0.2 ms/token, TPOT 50 ms, ITL p99 120 ms"
     )
     assert in_words(Slo(ttft_s=0.5, tpot_s=0.05)) == "TTFT 500 ms, TPOT 50 ms"
+
+
+def test_a_multiple_of_the_line_grows_with_the_prompt() -> None:
+    spec = parse("ttft=4xline,tpot=2x")
+    slo = spec.resolve(unloaded_ttft_s=0.1, unloaded_tpot_s=0.02, ttft_line=(0.05, 0.001))
+    assert (slo.ttft_s, slo.ttft_s_per_token) == pytest.approx((0.2, 0.004))
+    with pytest.raises(SloError, match="several lengths"):
+        spec.resolve(unloaded_ttft_s=0.1, unloaded_tpot_s=0.02)
+    with pytest.raises(SloError, match="only ttft may grow"):
+        parse("tpot=2xline")
+    with pytest.raises(SloError, match="above 1"):
+        parse("ttft=1xline")
+
+
+def test_the_line_through_unloaded_requests() -> None:
+    def outcome(tokens: int, ttft_s: float) -> Outcome:
+        return Outcome(index=0, due_s=0.0, lag_s=0.0, wanted_tokens=1, prompt_tokens=tokens, ttft_s=ttft_s)
+
+    line = ttft_line([outcome(tokens, 0.05 + 0.001 * tokens) for tokens in (10, 50, 200)])
+    assert line == pytest.approx((0.05, 0.001))
+    flat = ttft_line([outcome(10, 0.3), outcome(50, 0.2), outcome(200, 0.1)])
+    assert flat is not None
+    assert min(flat) == 0.0
+    assert ttft_line([outcome(10, 0.1), outcome(20, 0.2)]) is None
