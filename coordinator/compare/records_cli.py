@@ -21,7 +21,7 @@ def report(
     from coordinator.compare.record import write_text
 
     try:
-        page = render([(path.name.removesuffix(".gz").removesuffix(".json"), read(path)) for path in records])
+        page = render([(_name(path), read(path)) for path in records])
         write_text(page, out)
     except (RecordError, OSError) as error:
         Console(stderr=True).print(str(error), style="bold red", markup=False, soft_wrap=True)
@@ -71,6 +71,38 @@ def records(
             f"{row['void']} of {row['probes']}",
         )
     Console().print(table)
+
+
+def family(
+    records: Annotated[list[Path], typer.Argument(metavar="RECORD...", help="One of each workload.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Judge several workloads together: at most a 5 % chance that any verdict among them is false. Needs no system."""
+    import dataclasses
+
+    from rich.table import Table
+
+    from coordinator.compare.family import FamilyError, judge_records
+    from coordinator.compare.read import RecordError, load
+
+    try:
+        found = judge_records({_name(path): load(path) for path in records})
+    except (RecordError, FamilyError) as error:
+        Console(stderr=True).print(str(error), style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        _print_json({name: dataclasses.asdict(judgement) for name, judgement in found.items()})
+        return
+    table = Table("workload", "verdict", "ratio", "seeds", "p", "p, adjusted", "why", title_justify="left")
+    for name, judgement in found.items():
+        ratio = "-" if judgement.ratio is None else f"{judgement.ratio:.2f}"
+        p, adjusted = (("-" if value is None else f"{value:.3f}") for value in (judgement.p, judgement.p_adjusted))
+        table.add_row(name, judgement.winner, ratio, str(judgement.seeds), p, adjusted, judgement.reason)
+    Console().print(table)
+
+
+def _name(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".json")
 
 
 def _row(path: Path, record: dict[str, Any]) -> dict[str, Any]:
