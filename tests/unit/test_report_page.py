@@ -20,7 +20,16 @@ from coordinator.compare.html.arms import arms_of
 from coordinator.compare.html.figures import attainment, distributions, kv_use, ledger
 from coordinator.compare.html.page import STAGE_COLOURS, render
 from coordinator.compare.html.svg import BOTTOM, HEIGHT, RIGHT, TOP, WIDTH, Bar, Series, line_chart, stacked_bars
-from coordinator.compare.html.tables import goodput_head, goodput_means, goodputs, peaks, sentence, sentences, void_probes
+from coordinator.compare.html.tables import (
+    configurations,
+    goodput_head,
+    goodput_means,
+    goodputs,
+    peaks,
+    sentence,
+    sentences,
+    void_probes,
+)
 from coordinator.compare.read import NotARecordError, RecordError, find, read, schema
 from coordinator.compare.record import Record, write
 from coordinator.compare.summary import STAGES
@@ -121,7 +130,7 @@ class TestArms:
         assert page.tags.count("svg") == 6
         for word in (
             "tuned-colocated (baseline)", "split-fp8", "KV use over time",
-            "Memory and KV, peaks", "pool-of-split-fp8.max_num_batched_tokens",
+            "Memory and KV, peaks", "pool-of-split-fp8", "max_num_batched_tokens",
             "chosen", "pools prefill, decode", "chunk-8192", "80.0% of 40", "the drop may exceed", "near-tie",
             "one-to-one lost for",
         ):  # fmt: skip
@@ -308,3 +317,18 @@ class TestCommands:
 
     def test_the_schema_is_printed(self) -> None:
         assert json.loads(self.run("records", "--schema").output) == schema()
+
+
+def test_arguments_that_all_pools_share_are_said_once() -> None:
+    engine = {
+        name: {"kind": "vllm", "max_num_seqs": 8, "simulated": {"step_base_s": 1.0}, "max_num_batched_tokens": chunk}
+        for name, chunk in (("prefill", 1024), ("decode", 64))
+    }
+    record = {"arms": [{"name": "split", "path": "split", "engine": engine}]}
+    (found,) = configurations(record)
+    assert found["arguments"] == [
+        ("kind", "vllm"),
+        ("max_num_seqs", "8"),
+        ("prefill.max_num_batched_tokens", "1024"),
+        ("decode.max_num_batched_tokens", "64"),
+    ]

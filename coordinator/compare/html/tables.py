@@ -206,9 +206,22 @@ def _described(arm: Arm) -> str:
 
 
 def _arguments(record: Record, arm: Arm) -> list[tuple[str, str]]:
-    """As the engines were started; where the manifest does not tell, what the experiment asked for."""
+    """As the engines were started; where the manifest does not tell, what the experiment asked for.
+
+    What is equal in all pools is said once; what another kind of engine would take is left out.
+    """
     plan = (record.get("experiment") or {}).get("arms", {}).get(arm.name, {}).get("candidates", {}).get(arm.candidate, {})
-    return facts(arm.engine or plan.get("apply") or {})
+    by_pool = arm.engine or plan.get("apply") or {}
+    if not all(isinstance(own, Mapping) for own in by_pool.values()):
+        return facts(by_pool)
+    used = {
+        pool: {key: value for key, value in own.items() if key != "simulated" or own.get("kind") == "simulated"}
+        for pool, own in by_pool.items()
+    }
+    first = next(iter(used.values()), {})
+    common = {key: value for key, value in first.items() if all(own.get(key) == value for own in used.values())}
+    special = {pool: {key: value for key, value in own.items() if key not in common} for pool, own in used.items()}
+    return facts(common) + facts({pool: own for pool, own in special.items() if own})
 
 
 def _strict(record: Record, arm: Arm) -> str:
