@@ -130,7 +130,7 @@ class TestArms:
         assert page.tags.count("svg") == 6
         for word in (
             "tuned-colocated (baseline)", "split-fp8", "KV use over time",
-            "Memory and KV, peaks", "pool-of-split-fp8", "max_num_batched_tokens",
+            "Memory and KV, peaks", "max_num_batched_tokens",
             "chosen", "pools prefill, decode", "chunk-8192", "80.0% of 40", "the drop may exceed", "near-tie",
             "one-to-one lost for",
         ):  # fmt: skip
