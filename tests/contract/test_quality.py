@@ -278,7 +278,7 @@ async def test_the_command_and_its_exit_status(
     assert "apart: fail" in capsys.readouterr().out
     assert await run("--per-kind", "20", "--max-mean-divergence", "0.5") == 0
     assert await run("--admin", "127.0.0.1:1") == 1
-    assert "prefix caches could not be reset" in capsys.readouterr().err
+    assert "prefix caches were not emptied" in capsys.readouterr().err
     assert await run("--min-top1-agreement", "2") == 2
     assert await run("--arm", "third=sideways") == 2
     assert "NAME=PATH" in capsys.readouterr().err
