@@ -21,8 +21,10 @@ GATEWAY = WorkerId("gateway/0")
 
 async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process lives on, so Ray sees no death: a port that was taken for a moment would keep it down for ever."""
-    module = pytest.importorskip("coordinator.pools.ray_coordinator")
+    pytest.importorskip("ray")
     from ray.exceptions import RayTaskError
+
+    from coordinator.pools import ray_gateways
 
     restarted: list[str] = []
     outcomes: list[Exception | str] = [RayTaskError("report", "traceback", OSError("address in use")), "serves"]
@@ -36,18 +38,16 @@ async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pyte
     def create(*_: object) -> SimpleNamespace:
         return SimpleNamespace(report=SimpleNamespace(remote=report))
 
-    monkeypatch.setattr(module, "create_gateway", create)
-    monkeypatch.setattr(module, "restart_gateway", restarted.append)
-    coordinator = object.__new__(module.CoordinatorActor)
-    coordinator._spec = SimpleNamespace(settings=None, log_dir=Path("."))
-    coordinator._rules = SimpleNamespace(heartbeat_interval_s=0.0)
-    coordinator._gateways, coordinator._gateway_faults = {}, {}
-    for faults, gateways in (([GATEWAY], {}), ([], {GATEWAY: "serves"})):
-        coordinator._busy = {GATEWAY: asyncio.current_task()}
-        await coordinator._ask_gateway(GATEWAY, 0)
-        assert list(coordinator._gateway_faults) == faults
-        assert coordinator._gateways == gateways
-        assert coordinator._busy == {}
+    monkeypatch.setattr(ray_gateways, "create_gateway", create)
+    monkeypatch.setattr(ray_gateways, "restart_gateway", restarted.append)
+    settings = SimpleNamespace(coordinator=SimpleNamespace(gateways=1))
+    gateways = ray_gateways.Gateways(SimpleNamespace(settings=settings, log_dir=Path(".")), pause_s=0.0)  # type: ignore[arg-type]
+    for faults, reports in (([GATEWAY], {}), ([], {GATEWAY: "serves"})):
+        gateways.keep()
+        await asyncio.gather(*gateways._asking.values())
+        assert list(gateways.faults) == faults
+        assert gateways.reports == reports
+        assert gateways._asking == {}
     assert restarted == [GATEWAY]
 
 
