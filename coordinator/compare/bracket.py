@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from coordinator.compare.stats import knee
@@ -10,8 +11,8 @@ STEP = 1.5
 LEVEL = 0.9
 
 
-def next_rate(tried: Mapping[float, float], start_per_s: float, level: float = LEVEL) -> float | None:
-    """The rate to try after `tried` (rate to attainment); None when the knee lies between two of them.
+def next_rate(tried: Mapping[float, float], start_per_s: float, requests: int, level: float = LEVEL) -> float | None:
+    """The rate to try after `tried` (rate to attainment, of `requests` each); None when the knee can be read off them.
 
     Raises:
         ValueError: `start_per_s` is not positive.
@@ -25,7 +26,12 @@ def next_rate(tried: Mapping[float, float], start_per_s: float, level: float = L
         return high * STEP
     if tried[low] < level:
         return low / STEP
-    return None
+    if found(tried, requests, level) is not None:
+        return None
+    # All attain at one rate and none at the next: halfway between them more is learned than beyond.
+    below = max(rate for rate, attainment in tried.items() if attainment >= level)
+    above = min((rate for rate, attainment in tried.items() if rate > below), default=below * STEP)
+    return math.sqrt(below * above)
 
 
 def found(tried: Mapping[float, float], requests: int, level: float = LEVEL) -> float | None:

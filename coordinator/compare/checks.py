@@ -1,4 +1,4 @@
-"""Quality and parity of a comparison's arms over the public gRPC API: implements `runner.Checks`."""
+"""Quality and parity of a comparison's arms over the public gRPC API: implements `tools.Checks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coordinator.compare.quality.client import Arm, Client
 from coordinator.compare.quality.measure import QualityError, measure
 from coordinator.compare.quality.sample import sample_parity
 from coordinator.compare.run import ComparisonError
-from coordinator.compare.runner import Place
+from coordinator.compare.tools import Place
 
 
 class GrpcChecks:
@@ -22,7 +22,7 @@ class GrpcChecks:
         self._targets = targets
 
     async def parity(self, arms: Sequence[str], seed: int, requests: int, place: Place) -> dict[str, Any]:
-        """See `runner.Checks`."""
+        """See `tools.Checks`."""
         try:
             found = await sample_parity(self._client, self._arms(arms), seed, requests, prepare=_prepare(place))
         except QualityError as error:
@@ -30,7 +30,7 @@ class GrpcChecks:
         return found.as_dict()
 
     async def quality(self, arms: Sequence[str], place: Place) -> dict[str, Any]:
-        """See `runner.Checks`."""
+        """See `tools.Checks`."""
         try:
             found = await measure(self._client, self._arms(arms), model=self._model, prepare=_prepare(place))
         except QualityError as error:

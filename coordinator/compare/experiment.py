@@ -24,6 +24,12 @@ TUNING_SEEDS_FROM = 1_000_001
 """Seeds that only tuning and the search for the rates use: what was chosen on them is confirmed on others."""
 
 
+APPLIED = frozenset({"role", "replicas", "engine"})
+"""What a pool that is put in place may say."""
+MIN_JUDGED = 20
+"""Of one probe."""
+
+
 class ExperimentError(ValueError):
     """The file is no experiment; one line per fault, each naming its field."""
 
@@ -39,6 +45,9 @@ class Candidate(BaseModel):
 
     @model_validator(mode="after")
     def _served(self) -> Candidate:
+        for name, pool in self.apply.items():
+            if unknown := sorted(set(pool) - APPLIED):
+                raise ValueError(f"apply.{name}: {', '.join(unknown)} not among {', '.join(sorted(APPLIED))}")
         if self.apply and self.pools and not set(self.pools) <= set(self.apply):
             raise ValueError(f"pools {sorted(set(self.pools) - set(self.apply))} are not among those applied")
         return self
@@ -72,8 +81,10 @@ class Experiment(BaseModel):
     arms: dict[str, Arm] = Field(min_length=2, description="By name, the baseline first.")
     slo: str = Field("", description="Such as ttft=500ms,tpot=2.5x; a multiple is of the baseline's unloaded median.")
     margin: float = Field(MARGIN, gt=0, lt=1, description="Smaller differences do not matter.")
-    requests: PositiveInt = Field(1000, ge=20, description="Of one probe, warm-up included.")
-    warm_up_share: float = Field(0.1, ge=0, le=0.5, description="The first part of a probe's requests is sent, not judged.")
+    requests: PositiveInt = Field(1000, ge=20, description="Of one probe, those at its ends included.")
+    edge_e2es: float = Field(
+        1.3, ge=0, le=5, description="So many unloaded request times at both ends of a probe are not judged."
+    )
     rates: int = Field(4, ge=2, le=9, description="Rates around the knees, the same for every arm.")
     spread: float = Field(1.25, gt=1, le=3, description="The outer rates lie this factor beyond the lowest and highest knee.")
     looks: tuple[int, ...] = Field((5,), min_length=1, description="Rising numbers of seeds at which it is judged.")
@@ -103,13 +114,9 @@ class Experiment(BaseModel):
     def _sizes(self) -> Experiment:
         if self.looks[0] < MIN_SEEDS or any(b <= a for a, b in itertools.pairwise(self.looks)):
             raise ValueError(f"looks must be rising numbers of seeds from {MIN_SEEDS} up, got {list(self.looks)}")
-        if self.requests - self.warm_up < 20:
-            raise ValueError("requests less the warm-up must leave 20 to judge")
+        if len({bool(candidate.apply) for arm in self.arms.values() for candidate in arm.candidates.values()}) > 1:
+            raise ValueError("apply: either every candidate brings its pools or none; those that stand would be taken away")
         return self
-
-    @property
-    def warm_up(self) -> int:
-        return int(self.requests * self.warm_up_share)
 
     @property
     def baseline(self) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from coordinator.compare.goodput import floor, ratios
 from coordinator.compare.record import Record
-from coordinator.compare.verdict import BASELINE, Judgement, Verdict, judge_family
+from coordinator.compare.verdict import Judgement, among
 
 
 class FamilyError(ValueError):
@@ -33,19 +31,8 @@ def judge_records(records: Mapping[str, Record]) -> dict[str, Judgement]:
         if key in seen:
             raise FamilyError(f"{seen[key]} and {name} are of the same workload and seeds")
         seen[key] = name
-    alone, measured = {}, {}
+    alone = {}
     for name, record in records.items():
         for challenger, judgement in (record.verdicts or {"split": record.judgement}).items():
-            label = name if len(record.verdicts) < 2 else f"{name}: {challenger}"
-            baseline = record.arms[0].name if record.arms else BASELINE
-            alone[label] = judgement
-            measured[label] = (ratios(record.knees, challenger, baseline), floor(record.knees, baseline))
-    together = judge_family(measured, margins.pop(), bootstrap=False)
-    return {label: _held(alone[label], together[label]) for label in alone}
-
-
-def _held(alone: Judgement, together: Judgement) -> Judgement:
-    found = replace(alone, p_adjusted=together.p_adjusted)
-    if alone.verdict is not Verdict.UNDECIDED and together.verdict is Verdict.UNDECIDED:
-        return replace(found, verdict=together.verdict, reason=together.reason, seeds_needed=together.seeds_needed)
-    return found
+            alone[name if len(record.verdicts) < 2 else f"{name}: {challenger}"] = judgement
+    return among(alone, "workloads")

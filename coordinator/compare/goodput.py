@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from coordinator.compare.load import Probe, Slo
-from coordinator.compare.notes import NOT_MEASURED
+from coordinator.compare.notes import ABOVE, BELOW, NOT_MEASURED
 from coordinator.compare.stats import Knee, knee, log_ratios
 
 FIRST, SECOND = "_first", "_second"
@@ -41,6 +42,22 @@ def ratios(knees: Sequence[dict[str, Any]], over: str, under: str) -> list[float
     pairs = [(entry[over]["rate_per_s"], entry[under]["rate_per_s"]) for entry in knees]
     whole = [(a, b) for a, b in pairs if a is not None and b is not None]
     return log_ratios([a for a, _ in whole], [b for _, b in whole])
+
+
+def bounded_ratios(knees: Sequence[dict[str, Any]], over: str, under: str) -> list[float]:
+    """As `ratios`, and where the rates missed a knee it is put at the outer rate that it lies beyond. What was not measured, or
+    lies between rates that are too far apart, gives none."""
+    found = []
+    for entry in knees:
+        pair = [entry[name]["rate_per_s"] or _outer(entry[name]["why"]) for name in (over, under)]
+        if pair[0] and pair[1]:
+            found += log_ratios([pair[0]], [pair[1]])
+    return found
+
+
+def _outer(why: str) -> float | None:
+    match = re.fullmatch(rf"(?:{ABOVE}|{BELOW}) \((.+)/s\)", why)
+    return float(match[1]) if match else None
 
 
 def floor(knees: Sequence[dict[str, Any]], baseline: str) -> list[float]:

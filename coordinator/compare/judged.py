@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from coordinator.compare.experiment import Experiment
 from coordinator.compare.faults import LATE_CLIENT, Fault, inspect, mistuned, second_halves
-from coordinator.compare.goodput import floor, gains, ratios
+from coordinator.compare.goodput import bounded_ratios, floor, gains, ratios
 from coordinator.compare.load import Probe
 from coordinator.compare.notes import knee_notes, to_settle, void_notes
 from coordinator.compare.paired import paired
 from coordinator.compare.priors import priors
 from coordinator.compare.record import Record
+from coordinator.compare.stats import Interval, t_interval
 from coordinator.compare.summary import arm as summary_of
-from coordinator.compare.verdict import Judgement, Verdict, judge, judge_family
+from coordinator.compare.verdict import Judgement, Verdict, among, judge_at_looks
 from coordinator.compare.workload import Workload, lengths
+
+RECOMPUTED_SHARE = 0.005
 
 
 def refresh(record: Record, experiment: Experiment, sent: Sequence[Workload], *, more_notes: Sequence[str] = ()) -> None:
@@ -30,38 +35,55 @@ def refresh(record: Record, experiment: Experiment, sent: Sequence[Workload], *,
     record.verdicts = judge_challengers(record.knees, experiment, [fault.text for fault in record.faults if fault.unfit])
     record.judgement = record.verdicts[experiment.challengers[0]]
     notes = void_notes(record.probes, names) + knee_notes(record.knees, names)
-    notes += to_settle(record.knees, record.probes, names) + parity_notes(record.parity)
+    if not settled(record.verdicts):
+        notes += to_settle(record.knees, record.probes, names)
+    notes += parity_notes(record.parity) + _recomputed(record)
+    if any(len(arm.tried) > 1 for arm in record.arms):
+        notes.append("the unloaded figures, and with them the objective, are of each arm's first candidate")
     record.notes = [*notes, *(fault.text for fault in record.faults), *more_notes]
 
 
 def judge_challengers(knees: Sequence[dict[str, Any]], experiment: Experiment, faults: Sequence[str]) -> dict[str, Judgement]:
     """One judgement per challenger against the baseline; with several, Holm's correction among them.
 
-    Only at planned looks anything is decided.
+    Only at planned looks anything is decided. A verdict that would be another with the seeds whose knee was missed at the outer
+    rates is none: which seeds are missed depends on the result.
     """
-    against = {name: ratios(knees, name, experiment.baseline) for name in experiment.challengers}
     itself = floor(knees, experiment.baseline)
-    found = {
-        name: judge(
-            differences,
-            itself,
-            experiment.margin,
+    found = {}
+    for name in experiment.challengers:
+        judge = functools.partial(
+            judge_at_looks,
+            floor=itself,
+            margin=experiment.margin,
             looks=experiment.looks,
             faults=faults,
             challenger=name,
             baseline=experiment.baseline,
         )
-        for name, differences in against.items()
-    }
-    if len(found) == 1:
-        return found
-    together = judge_family({name: (differences, itself) for name, differences in against.items()}, experiment.margin)
-    for name, alone in found.items():
-        other = together[name]
-        found[name] = replace(alone, p_adjusted=other.p_adjusted)
-        if alone.verdict is not Verdict.UNDECIDED and other.verdict is Verdict.UNDECIDED:
-            found[name] = replace(found[name], verdict=other.verdict, reason=other.reason, seeds_needed=other.seeds_needed)
-    return found
+        judgement = judge(ratios(knees, name, experiment.baseline))
+        bounded = bounded_ratios(_until(knees, judgement.seeds, name, experiment.baseline), name, experiment.baseline)
+        if judgement.verdict is not Verdict.UNDECIDED and len(bounded) > judgement.seeds:
+            interval = t_interval(bounded, judgement.confidence)
+            if interval is None or not _agrees(judgement.verdict, interval, math.log1p(experiment.margin)):
+                reason = f"{judgement.winner}, but not with the seeds whose knee the rates missed"
+                judgement = replace(judgement, verdict=Verdict.UNDECIDED, reason=reason, seeds_needed=None)
+        found[name] = judgement
+    return found if len(found) == 1 else among(found, "arms")
+
+
+def _until(knees: Sequence[dict[str, Any]], seeds: int, over: str, under: str) -> Sequence[dict[str, Any]]:
+    """The seeds that were measured when this many had given a ratio, and what was missed up to the next."""
+    usable = [place for place, entry in enumerate(knees) if ratios([entry], over, under)]
+    return knees[: usable[seeds]] if seeds < len(usable) else knees
+
+
+def _agrees(verdict: Verdict, interval: Interval, bound: float) -> bool:
+    if verdict is Verdict.SPLIT:
+        return interval.low > bound
+    if verdict is Verdict.COLOCATE:
+        return interval.high < -bound
+    return interval.low > -bound and interval.high < bound
 
 
 def parity_notes(samples: Sequence[dict[str, Any]]) -> list[str]:
@@ -106,6 +128,15 @@ def _faults(record: Record, experiment: Experiment, sent: Sequence[Workload]) ->
     return found + [fault for fault in (second_halves(gains(record.knees, names)), *tuned) if fault is not None]
 
 
+def _recomputed(record: Record) -> list[str]:
+    """Split requests whose prompt decode computed itself moved no KV: with many of them the arm is not what its name says."""
+    return [
+        f"{arm.recomputed} of {arm.offered - arm.failed} answers of {arm.path} were computed without a transfer"
+        for arm in record.loaded
+        if arm.recomputed > RECOMPUTED_SHARE * max(1, arm.offered - arm.failed)
+    ]
+
+
 def _priors(record: Record) -> list[str]:
     base, slo = record.unloaded[0], record.slo
     if base.ttft is None or base.tpot is None or min(base.ttft.p50, base.tpot.p50) <= 0:
@@ -113,7 +144,7 @@ def _priors(record: Record) -> list[str]:
     return priors(
         tpot_slo_s=slo.tpot_s,
         unloaded_tpot_s=base.tpot.p50,
-        ttft_slo_s=slo.ttft_s,
+        ttft_slo_s=record.slo_multiples["ttft"] * base.ttft.p50,
         unloaded_ttft_s=base.ttft.p50,
         mean_output_tokens=record.lengths["output"]["mean"],
     )

@@ -153,7 +153,8 @@ class Outcome:
 class Probe:
     """One workload sent once through one path, or arm, at one rate. `void` says why it does not count, "" when it does.
 
-    The first `warm_up` requests are sent and not judged. `half` is 0 for the arm's first probe of its block, 1 for its second.
+    The first `warm_up` and the last `cool_down` requests are sent and not judged. `half` is 0 for the arm's first probe of its
+    block, 1 for its second.
     `began_s` is the load generator's clock.
     """
 
@@ -166,10 +167,11 @@ class Probe:
     warm_up: int = 0
     half: int = 0
     began_s: float = 0.0
+    cool_down: int = 0
 
     @property
     def judged(self) -> list[Outcome]:
-        return self.outcomes[self.warm_up :]
+        return self.outcomes[self.warm_up : len(self.outcomes) - self.cool_down]
 
     def attainment(self, slo: Slo) -> float:
         return sum(outcome.meets(slo) for outcome in self.judged) / len(self.judged)
@@ -201,11 +203,13 @@ async def run_probe(
     now: Callable[[], float] = time.perf_counter,
     on_done: Callable[[], None] = lambda: None,
     warm_up: int = 0,
+    cool_down: int = 0,
     half: int = 0,
 ) -> Probe:
     """Send the workload and wait for every reply. Without `ttft_slo_s` the send lag is reported, not judged.
 
-    Of its requests the first `warm_up` find an empty system, and are not judged. Cancelling it cancels what is outstanding.
+    Of its requests the first `warm_up` find the system filling, the last `cool_down` emptying; neither is judged. Cancelling it
+    cancels what is outstanding.
     """
     sendings = [
         Sending(index, due_s, request)
@@ -222,6 +226,7 @@ async def run_probe(
         workload_digest=workload.digest,
         outcomes=outcomes,
         warm_up=warm_up,
+        cool_down=cool_down,
         half=half,
         began_s=start,
     )

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from coordinator.compare.draw import percentile_row
 from coordinator.compare.experiment import check
-from coordinator.compare.goodput import floor, ratios
+from coordinator.compare.faults import CARRY_OVER, second_halves
+from coordinator.compare.goodput import floor, gains, ratios
 from coordinator.compare.judged import judge_challengers
 from coordinator.compare.load import PATHS
 from coordinator.compare.paired import paired
@@ -51,6 +52,10 @@ def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
     probes = list(itertools.chain.from_iterable(record.probes for record in records))
     outcomes = [outcome for probe in probes for outcome in probe.outcomes]
     faults = [fault for record in records for fault in record.faults]
+    if not any(fault.kind == CARRY_OVER for fault in faults):
+        # Short runs have too few seeds each to show it.
+        named = [each.name for each in records[0].arms] or list(PATHS)
+        faults += [fault for fault in (second_halves(gains(knees, named)),) if fault is not None]
     unfit = [fault.text for fault in faults if fault.unfit]
     if first.experiment:
         if looks:
@@ -112,15 +117,31 @@ def _same(records: Sequence[Record]) -> None:
             if pick(other) != pick(records[0]):
                 hint = "; give every run the same absolute --slo" if name == "objectives" else ""
                 raise MergeError(f"the {name} differ: {pick(records[0])!r} and {pick(other)!r}{hint}")
-    for part in MANIFEST_PARTS:
-        # A machine lent again has another name.
-        known = [_nameless(record.manifest[part]) for record in records if part in record.manifest]
-        if any(each != known[0] for each in known):
+    for record in records[1:]:
+        if part := other_system(records[0].manifest, record.manifest):
             raise MergeError(f"the manifests differ in {part}: not one system")
 
 
-def _nameless(part: Any) -> Any:
-    return {key: value for key, value in part.items() if key != "host"} if isinstance(part, dict) else part
+def other_system(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What differs between two manifests of what should be one system; "" where nothing that both recorded does.
+
+    A machine lent again has another name; where the system keeps its state, and its ports, are no part of it.
+    """
+    for part in MANIFEST_PARTS:
+        if part in first and part in other and _lasting(first[part]) != _lasting(other[part]):
+            return part
+    return ""
+
+
+def _lasting(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    kept = {key: value for key, value in part.items() if key != "host"}
+    if isinstance(kept.get("coordinator"), dict):
+        kept["coordinator"] = {key: value for key, value in kept["coordinator"].items() if key != "state_dir"}
+    if isinstance(kept.get("gateway"), dict):
+        kept["gateway"] = {key: value for key, value in kept["gateway"].items() if not key.endswith("_port")}
+    return kept
 
 
 def _ranges(record: Record) -> Any:

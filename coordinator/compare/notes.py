@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coordinator.compare.load import PATHS, Probe
+from coordinator.compare.stats import TOO_FAR_APART
 
 ABOVE = "above the highest rate tried"
 BELOW = "below the lowest rate tried"
@@ -43,6 +44,8 @@ def to_settle(knees: Sequence[dict[str, Any]], probes: Sequence[Probe], arms: Se
     if above or below:
         sides = " and ".join(side for side, is_so in (("higher", above), ("lower", below)) if is_so)
         needs.append(f"{sides} rates, so that both knees lie between them")
+    if any(why.startswith(TOO_FAR_APART) for why in whys):
+        needs.append("rates closer together")
     if any(why == NOT_MEASURED for why in whys):
         needs.append("a client with a core to itself" if any(probe.void for probe in probes) else "more time")
     return [f"to settle it: {', and '.join(needs)}"] if needs else []

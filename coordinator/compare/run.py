@@ -216,6 +216,11 @@ def ttft_line(outcomes: Sequence[Outcome]) -> tuple[float, float] | None:
     return float(base_s), float(per_token_s)
 
 
+def tightest_ttft_s(slo: Slo, workload: Workload) -> float:
+    """The TTFT asked of the workload's shortest prompt: what a late client spoils first."""
+    return slo.ttft_s + slo.ttft_s_per_token * min(len(request.prompt_token_ids) for request in workload.requests)
+
+
 def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[dict[str, Any]], list[float], list[float]]:
     """Per seed the knees of each arm; log ratios split over colocated; log ratios of colocated over itself.
 
@@ -246,7 +251,7 @@ async def _run_plan(
             path=step.path,
             rate_per_s=step.rate_per_s,
             deadline_s=deadline_s,
-            ttft_slo_s=calibration.slo.ttft_s,
+            ttft_slo_s=tightest_ttft_s(calibration.slo, workload),
         )
         probes.append(probe)
     say("done", 1.0)
@@ -260,7 +265,7 @@ def _priors(slo: Slo, calibration: Calibration, sent: Sequence[Workload]) -> lis
     return priors(
         tpot_slo_s=slo.tpot_s,
         unloaded_tpot_s=base.tpot.p50,
-        ttft_slo_s=slo.ttft_s,
+        ttft_slo_s=calibration.multiples["ttft"] * base.ttft.p50,
         unloaded_ttft_s=base.ttft.p50,
         mean_output_tokens=lengths(sent)["output"]["mean"],
     )

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from coordinator.compare.experiment import Experiment
     from coordinator.compare.record import Record
-    from coordinator.compare.runner import Progress as Step
     from coordinator.compare.sources import Material
+    from coordinator.compare.tools import Progress as Step
 
 REDRAW_S = 2.0
 """Drawing takes the client's time: seldom enough that no request is late for it."""
@@ -42,8 +42,8 @@ def run(
     """Tune every arm, find the rates, then measure seed after seed until a planned look decides. Can be run again to go on."""
     from coordinator.compare.cli import DEFAULT_ADMIN, ask_admin
     from coordinator.compare.experiment import ExperimentError, read
+    from coordinator.compare.merge import other_system
     from coordinator.compare.read import RecordError
-    from coordinator.compare.report import show
     from coordinator.compare.rig import RigError
     from coordinator.compare.run import ComparisonError
     from coordinator.compare.sources import read as read_workload
@@ -56,6 +56,8 @@ def run(
     if serve is not None and (target or admin):
         raise typer.BadParameter("brings a system of its own: no --target or --admin beside it", param_hint="--serve")
     errors = Console(stderr=True)
+    status = 0
+    done: Record | None = None
     try:
         plan = read(experiment)
         if first_seed is not None:
@@ -63,11 +65,13 @@ def run(
         material = read_workload(experiment.parent / plan.workload)
         before = _before(record, plan, material)
         with _system(serve, sets or [], state_dir) as running:
-            address = running or admin or DEFAULT_ADMIN
-            found, manifest = ask_admin(address, "")
+            address = running or admin or ("" if target else DEFAULT_ADMIN)
+            found, manifest = ask_admin(address, "") if address else ("", {})
             gateway = target or found
             if not gateway:
                 raise ComparisonError(f"no gateway: {address} does not answer or knows none, and no --target was given")
+            if before is not None and (part := other_system(before.manifest, manifest)):
+                raise ComparisonError(f"{record}: measured on another system, its {part} differs; name another --record")
             left_s = math.inf if max_minutes is None else 60 * max_minutes - (time.monotonic() - began)
             done = asyncio.run(
                 _measure(
@@ -85,16 +89,26 @@ def run(
             )
     except (ExperimentError, WorkloadError, RecordError, ComparisonError, RigError, ServeError, OSError) as error:
         errors.print(str(error), style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        status = 1
+    if done is None:
+        raise typer.Exit(status)
+    # Also where the system did not end in order: it was measured.
+    _show(done, record, report)
+    if status:
+        raise typer.Exit(status)
+
+
+def _show(done: Record, path: Path, report: Path | None) -> None:
+    from coordinator.compare.html.page import render
+    from coordinator.compare.read import read
+    from coordinator.compare.record import write_text
+    from coordinator.compare.report import show
+
     console = Console()
     show(done, console)
-    console.print(f"record: {record}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"record: {path}", markup=False, highlight=False, soft_wrap=True)
     if report is not None:
-        from coordinator.compare.html.page import render
-        from coordinator.compare.read import read as read_record
-        from coordinator.compare.record import write_text
-
-        write_text(render([(record.name.removesuffix(".gz").removesuffix(".json"), read_record(record))]), report)
+        write_text(render([(path.name.removesuffix(".gz").removesuffix(".json"), read(path))]), report)
         console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -148,8 +162,8 @@ async def _measure(
     from coordinator.compare.record import write
     from coordinator.compare.rig import Rig, StandingRig
     from coordinator.compare.run import ComparisonError
-    from coordinator.compare.runner import Tools
     from coordinator.compare.runner import run as measure
+    from coordinator.compare.tools import Tools
     from coordinator.compare.undisturbed import prompt_client
 
     source = material.source.model_dump(mode="json")

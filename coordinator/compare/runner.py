@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 from coordinator.compare import bracket, judged
 from coordinator.compare.blocks import Turn, schedule
 from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment
 from coordinator.compare.goodput import seed_knees
-from coordinator.compare.load import Client, Probe, run_probe
+from coordinator.compare.load import Probe
+from coordinator.compare.prober import Prober
 from coordinator.compare.record import ArmRecord, Record, TuningStep, utc_now
-from coordinator.compare.rig import Rig, StandingRig
 from coordinator.compare.run import ComparisonError, Workloads, calibrate
 from coordinator.compare.slo import SloSpec, parse
 from coordinator.compare.summary import summarise
+from coordinator.compare.tools import Checks, Progress, Tools
 from coordinator.compare.verdict import judge
 
-Place = Callable[[str], Awaitable[None]]
-"""Given an arm's name."""
 TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until one has ended."""
 SPARE_SEEDS_SHARE = 0.25
@@ -34,46 +31,6 @@ SPARE_SEEDS_SHARE = 0.25
 UNLOADED_SHARE = 0.1
 """Of the rate where the search begins by itself."""
 OUT_OF_TIME = "out of time"
-VOID_RETRIES = 1
-"""A probe whose client fell behind is sent again, in its place, this often."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What happens now, for people. `share` is of the whole, 0 to 1; `left_s` an estimate, None while unknown."""
-
-    text: str
-    share: float
-    left_s: float | None = None
-    done: int = 0
-    of: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """What a run works with. `now` is a monotonic clock in seconds; `save` is told of the record after every stage."""
-
-    client: Client
-    know: Callable[[str, Any], None]
-    rig: Rig = field(default_factory=StandingRig)
-    now: Callable[[], float] = time.perf_counter
-    say: Callable[[Progress], None] = lambda progress: None
-    save: Callable[[Record], None] = lambda record: None
-    checks: Checks | None = None
-    """Asked where the plan wants parity or quality; without, such a plan is refused."""
-    salt: str = field(default_factory=lambda: f"{time.time_ns():x}")
-    """Prefix caches outlive a comparison: this run's prompts must be new to them too."""
-
-
-class Checks(Protocol):
-    """What is asked of arms beside speed. `place` is awaited before an arm's turn: it stands then, with empty caches.
-
-    Both raise `ComparisonError` where nothing can be said, and give what belongs into the record.
-    """
-
-    async def parity(self, arms: Sequence[str], seed: int, requests: int, place: Place) -> dict[str, Any]: ...
-
-    async def quality(self, arms: Sequence[str], place: Place) -> dict[str, Any]: ...
 
 
 async def run(
@@ -120,13 +77,11 @@ class _Run:
         self._names = tuple(experiment.arms)
         self._began = tools.now()
         self._budget_s = budget_s
-        self._salt = tools.salt
-        self._applied: str | None = None
-        self._probes_sent = 0
         self._record = before
         self._worked_s = 0.0 if before is None else before.wall_s
         self._usage_before = [] if before is None else list(before.usage)
         self._head = (target, model, digest)
+        self._prober = Prober(experiment, workloads, tools, self._arm, lambda: self._whole)
 
     async def run(self) -> Record:
         if self._record is None:
@@ -135,7 +90,7 @@ class _Run:
         record = self._record
         self._know(record)
         for name in self._names:
-            if not self._arm(name).tuning:
+            if not any(step.chosen for step in self._arm(name).tuning):
                 await self._tune(name)
                 self._save()
         if not record.rates_per_s:
@@ -158,11 +113,11 @@ class _Run:
         self._tools.say(Progress("unloaded, one request at a time", 0.0))
         if experiment.takes_turns:
             # Arms that cannot stand beside each other are not asked in turns either; the baseline's times set the objective.
-            await self._place(arms[0])
+            await self._prober.place(arms[0])
         names = self._names[:1] if experiment.takes_turns else self._names
         found = await calibrate(
             self._tools.client,
-            self._salt,
+            self._tools.salt,
             self._workloads,
             parse(experiment.slo) if experiment.slo else SloSpec(),
             arms=names,
@@ -194,43 +149,54 @@ class _Run:
         )
 
     async def _tune(self, name: str) -> None:
-        """Every candidate's knee on the tuning seeds; the best is frozen. The search begins where the last one ended."""
+        """Every candidate's knee on the tuning seeds; the best is frozen. The search begins where the last one ended.
+
+        A candidate without a knee counts as one that serves nothing.
+        """
         experiment, arm, record = self._experiment, self._arm(name), self._whole
-        others = [steps for other in record.arms for steps in other.tuning]
-        start = others[-1].rate_per_s if others else experiment.start_rate_per_s or self._first_rate()
-        steps: list[TuningStep] = []
-        tried: dict[str, list[float]] = {}
         for candidate in experiment.arms[name].candidates:
+            if candidate in arm.tried:
+                continue
             self._choose(arm, candidate)
+            await self._prober.warm(arm)
+            steps: list[TuningStep] = []
+            knees: list[float] = []
             for seed in range(TUNING_SEEDS_FROM, TUNING_SEEDS_FROM + experiment.tuning_seeds):
-                points = await self._search(arm, seed, start)
+                points = await self._search(arm, seed, self._start(knees))
                 steps += [TuningStep(candidate=candidate, seed=seed, rate_per_s=r, attainment=a) for r, a in points.items()]
-                found = bracket.found(points, experiment.requests - experiment.warm_up)
-                if found is None:
+                knees.append(bracket.found(points, experiment.requests) or 0.0)
+                if not knees[-1]:
                     break
-                tried.setdefault(candidate, []).append(found)
-                start = found
-        whole = {candidate: found for candidate, found in tried.items() if len(found) == experiment.tuning_seeds}
-        if not whole:
-            best = max(steps, key=lambda step: step.attainment)
+            arm.tried[candidate] = knees if all(knees) else [0.0] * experiment.tuning_seeds
+            arm.tuning += steps
+            self._save()
+        best = max(arm.tried, key=lambda candidate: statistics.fmean(arm.tried[candidate]))
+        if not any(arm.tried[best]):
+            near = max(arm.tuning, key=lambda step: step.attainment)
             raise ComparisonError(
-                f"{name}: no knee within {experiment.search_steps} rates; at best {best.attainment:.0%} meet the objective, "
-                f"at {best.rate_per_s:.3g} requests/s ({best.candidate}): change the slo or start_rate_per_s"
+                f"{name}: no knee within {experiment.search_steps} rates; at best {near.attainment:.0%} meet the objective, "
+                f"at {near.rate_per_s:.3g} requests/s ({near.candidate}): change the slo or start_rate_per_s"
             )
-        best_candidate = max(whole, key=lambda candidate: statistics.fmean(whole[candidate]))
-        self._choose(arm, best_candidate)
-        arm.tried = whole
-        arm.tuning = [replace(step, chosen=step.candidate == best_candidate) for step in steps]
+        self._choose(arm, best)
+        arm.tuning = [replace(step, chosen=step.candidate == best) for step in arm.tuning]
+        record.rates_per_s = []
+
+    def _start(self, knees: Sequence[float]) -> float:
+        """Where a search begins: at the last knee that any found."""
+        known = [*(rate for arm in self._whole.arms for tried in arm.tried.values() for rate in tried if rate), *knees]
+        return known[-1] if known else self._experiment.start_rate_per_s or self._first_rate()
 
     async def _search(self, arm: ArmRecord, seed: int, start: float) -> dict[float, float]:
         tried: dict[float, float] = {}
         for number in range(self._experiment.search_steps):
-            rate = bracket.next_rate(tried, start)
+            rate = bracket.next_rate(tried, start, self._experiment.requests)
             # At so low a rate requests hardly meet each other: what fails there fails at any.
             if rate is None or (tried and rate < UNLOADED_SHARE * self._first_rate()):
                 break
             text = f"tuning {arm.name}, {arm.candidate}, {rate:.3g} requests/s, step {number + 1}"
-            probe = await self._probe(Turn(seed, rate, arm.name, 0), text, share=0.0, left_s=None)
+            probe = (await self._prober.send(Turn(seed, rate, arm.name, 0), text, share=0.0, left_s=None))[-1]
+            if probe.void:
+                raise ComparisonError(f"{text}: {probe.void}")
             tried[rate] = probe.attainment(self._whole.slo)
         return tried
 
@@ -270,22 +236,18 @@ class _Run:
             share = min(1.0, (place + number / len(turns)) / of)
             left_s = expected_s * max(0.0, of - place - number / len(turns))
             text = f"seed {seed}, {turn.arm} at {turn.rate_per_s:.3g} requests/s"
-            for retry in range(VOID_RETRIES + 1):
-                probe = await self._probe(turn, text, share=share, left_s=left_s, index=len(record.probes) + len(probes))
-                probes.append(probe)
-                if not probe.void or retry == VOID_RETRIES:
-                    break
+            probes += await self._prober.send(turn, text, share=share, left_s=left_s, index=len(record.probes) + len(probes))
         # All at once: a seed that was cut short leaves nothing.
         record.probes += probes
         sent = self._workloads(seed, experiment.requests)
         record.workloads.append(sent.spec)
         record.workload_digests[str(seed)] = sent.source_digest or sent.digest
-        await self._check_parity(seed)
         record.knees.append(seed_knees(record.probes, seed, record.slo, self._names))
         self._judge()
         for probe in probes:
             probe.thin()
         self._save()
+        await self._check_parity(seed)
 
     # Beside speed ---------------------------------------------------------------------------------------------------------
 
@@ -293,68 +255,22 @@ class _Run:
         record = self._whole
         if self._experiment.quality and not record.quality:
             self._tools.say(Progress("the question set through every arm", 0.0))
-            record.quality = await self._checks.quality(self._names, self._cleared)
+            record.quality = await self._checks.quality(self._names, self._prober.cleared)
             self._save()
 
     async def _check_parity(self, seed: int) -> None:
         if self._experiment.parity_requests:
             self._tools.say(Progress(f"seed {seed}, equal tokens", 0.0))
-            sample = await self._checks.parity(self._names, seed, self._experiment.parity_requests, self._cleared)
+            sample = await self._checks.parity(self._names, seed, self._experiment.parity_requests, self._prober.cleared)
             self._whole.parity.append(sample)
-
-    async def _cleared(self, name: str) -> None:
-        """The arm stands, and nothing is cached: arms that share workers must not find each other's KV."""
-        await self._place(self._arm(name))
-        await self._tools.rig.reset_caches()
+            self._judge()
+            self._save()
 
     @property
     def _checks(self) -> Checks:
         if self._tools.checks is None:
             raise ComparisonError("parity_requests and quality need the gRPC address of a gateway")
         return self._tools.checks
-
-    # One probe ------------------------------------------------------------------------------------------------------------
-
-    async def _probe(self, turn: Turn, text: str, *, share: float, left_s: float | None, index: int = -1) -> Probe:
-        experiment, tools, record = self._experiment, self._tools, self._whole
-        arm = self._arm(turn.arm)
-        await self._place(arm)
-        if experiment.reset_caches:
-            await tools.rig.reset_caches()
-        self._probes_sent += 1
-        workload = self._workloads(turn.seed, experiment.requests).salted(f"{self._salt}/{self._probes_sent}")
-        # The tightest objective of the workload is the one that a late client spoils.
-        shortest = min(len(request.prompt_token_ids) for request in workload.requests)
-        done = 0
-
-        def on_done() -> None:
-            nonlocal done
-            done += 1
-            tools.say(Progress(text, share, left_s, done, len(workload.requests)))
-
-        tools.say(Progress(text, share, left_s, 0, len(workload.requests)))
-        with tools.rig.watch(turn.arm, index, arm.pools):
-            return await run_probe(
-                tools.client,
-                workload,
-                path=turn.arm,
-                rate_per_s=turn.rate_per_s,
-                deadline_s=experiment.deadline_s,
-                ttft_slo_s=record.slo.ttft_s + record.slo.ttft_s_per_token * shortest,
-                now=tools.now,
-                on_done=on_done,
-                warm_up=min(experiment.warm_up, len(workload.requests) - 1),
-                half=turn.half,
-            )
-
-    async def _place(self, arm: ArmRecord) -> None:
-        """The arm's pools, where it brings its own."""
-        pools = self._experiment.arms[arm.name].candidates[arm.candidate].apply
-        key = f"{arm.name}/{arm.candidate}"
-        if pools and self._applied != key:
-            self._tools.say(Progress(f"putting {', '.join(pools)} in place for {arm.name}", 0.0))
-            await self._tools.rig.apply(pools)
-            self._applied = key
 
     # The record -----------------------------------------------------------------------------------------------------------
 
@@ -389,7 +305,12 @@ class _Run:
         if record.knees:
             sent = [self._workloads(entry["seed"], self._experiment.requests) for entry in record.knees]
             kept = [note for note in record.notes if note.startswith(OUT_OF_TIME)]
-            judged.refresh(record, self._experiment, sent, more_notes=[*self._tools.rig.notes(), *kept])
+            more = [*self._tools.rig.notes(), *kept]
+            if self._prober.short:
+                more.append(
+                    f"the ends of probes are judged too, where the system fills and empties: it takes {self._prober.short}"
+                )
+            judged.refresh(record, self._experiment, sent, more_notes=more)
 
     def _save(self) -> None:
         record = self._whole

@@ -18,6 +18,7 @@ from coordinator.compare.quantile import percentile as percentile
 CONFIDENCE = 0.95
 BOOTSTRAP_RESAMPLES = 9999
 MAX_SEEDS = 1000
+TOO_FAR_APART = "between two rates that are too far apart"
 _NORMAL = statistics.NormalDist()
 
 
@@ -148,7 +149,8 @@ def knee(rates_per_s: Sequence[float], attainments: Sequence[float], level: floa
     Attainment can only fall with the rate, so the points are first made monotone (least squares, equal rates averaged). Between
     two rates the crossing is read off a straight line in the normal quantile of the attainment over the logarithm of the rate:
     the curve is bent there, and a line through the attainments themselves is off by more the farther apart the rates are, which
-    does not cancel between arms of different slope. `requests` is behind each point, which is no surer than half a request.
+    does not cancel between arms of different slope. `requests` is behind each point, which is no surer than half a request. Where
+    all attain at one rate and none at the next, the knee is bracketed and not measured.
 
     Raises:
         ValueError: no points, lengths differ, or a rate that is not positive.
@@ -168,6 +170,9 @@ def knee(rates_per_s: Sequence[float], attainments: Sequence[float], level: floa
         return Knee(None, f"above the highest rate tried ({rates[-1]:.3g}/s)")
     after = next(i for i, value in enumerate(fitted) if value < level)
     least = 0.5 / requests
+    if fitted[after - 1] > 1 - least and fitted[after] < least:
+        # Everything attains at one rate and nothing at the next: a line would put every such knee at one place, whatever it is.
+        return Knee(None, f"{TOO_FAR_APART} ({rates[after - 1]:.3g}/s and {rates[after]:.3g}/s)")
     high, low = (_NORMAL.inv_cdf(min(1 - least, max(least, value))) for value in (fitted[after - 1], fitted[after]))
     # Half a request can be more than the level leaves: then the upper point is the crossing.
     share = max(0.0, (high - _NORMAL.inv_cdf(level)) / (high - low))

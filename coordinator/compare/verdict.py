@@ -75,13 +75,16 @@ class Judgement:
         elif self.low is None or self.high is None:
             measured = f"{self.challenger}/{self.baseline} {self.ratio:.2f}, no interval"
         else:
-            measured = f"{self.challenger}/{self.baseline} {self.ratio:.2f} ({self.low:.2f} to {self.high:.2f})"
+            wide = "" if math.isclose(self.confidence, CONFIDENCE, abs_tol=5e-4) else f"{100 * self.confidence:.3g} %: "
+            measured = f"{self.challenger}/{self.baseline} {self.ratio:.2f} ({wide}{self.low:.2f} to {self.high:.2f})"
         seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
         text = f"{self.winner}: {self.reason} [{measured}, {seeds}, margin {self.margin:.0%}]"
         if self.verdict is Verdict.UNDECIDED and self.seeds_needed is not None:
             more = max(1, self.seeds_needed - self.seeds)
             if self.seeds < 2:
                 text += f"; it takes at least {more} more"
+            elif self.looks and self.seeds >= self.looks[-1]:
+                text += f"; a new experiment of about {self.seeds_needed} seeds would settle it if they look like these"
             else:
                 text += f"; about {more} more would settle it if they look like these"
         return text
@@ -156,18 +159,50 @@ def judge_family(
     Holm's correction: a claim that its adjusted p-value does not carry becomes undecided. Raises `ValueError` as `judge`.
     """
     alone = {name: judge(differences, floor, margin, bootstrap=bootstrap) for name, (differences, floor) in experiments.items()}
-    tested = {name: found.p for name, found in alone.items() if found.p is not None}
+    return among(alone, "workloads")
+
+
+def among(alone: Mapping[str, Judgement], what: str) -> dict[str, Judgement]:
+    """Judgements of several questions, by Holm's correction: what one alone claims and all together do not carry is undecided.
+
+    Each p-value is first put on the scale of its look, where it is below 5 % exactly when that look decides. `what` the
+    questions are, for people. What is undecided alone stays so.
+    """
+    tested = {
+        name: found.p if found.confidence == CONFIDENCE else min(1.0, found.p * ALPHA / (1 - found.confidence))
+        for name, found in alone.items()
+        if found.p is not None
+    }
     adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
     judged = {}
     for name, found in alone.items():
         p = adjusted.get(name)
         found = dataclasses.replace(found, p_adjusted=p)
         if found.verdict is not Verdict.UNDECIDED and p is not None and p >= ALPHA:
-            reason = f"{found.verdict} by itself, but not among {len(tested)} workloads (Holm: p {p:.3f})"
-            needed = found.seeds + 1
-            found = dataclasses.replace(found, verdict=Verdict.UNDECIDED, reason=reason, seeds_needed=needed)
+            reason = f"{found.winner} by itself, but not among {len(tested)} {what} (Holm: p {p:.3f})"
+            found = dataclasses.replace(found, verdict=Verdict.UNDECIDED, reason=reason, seeds_needed=None)
         judged[name] = found
     return judged
+
+
+def judge_at_looks(
+    differences: Sequence[float],
+    floor: Sequence[float],
+    margin: float,
+    looks: Sequence[int],
+    faults: Sequence[str] = (),
+    challenger: str = Verdict.SPLIT.value,
+    baseline: str = BASELINE,
+) -> Judgement:
+    """`judge` at every planned look that is reached, in the order of the seeds: the first that decides stands, whatever comes
+    after it, and seeds beyond the last look are not used, of `floor` neither. Raises `ValueError` as `judge`."""
+
+    def at(count: int) -> Judgement:
+        return judge(differences[:count], floor[:count], margin, looks, faults, challenger=challenger, baseline=baseline)
+
+    reached = [look for look in looks if look <= len(differences)]
+    found = at(reached[-1] if reached and reached[-1] == looks[-1] else len(differences))
+    return next((early for look in reached if (early := at(look)).verdict is not Verdict.UNDECIDED), found)
 
 
 def _decide(seeds: int, interval: Interval | None, floor: Interval | None, bound: float) -> tuple[Verdict, str]:
@@ -196,7 +231,7 @@ def _between(seeds: int, planned: Mapping[int, float]) -> str:
 
 
 def _needed(differences: Sequence[float], bound: float, looks: tuple[int, ...]) -> int | None:
-    """Seeds in all; with planned looks, the first of them that is expected to settle it."""
+    """Seeds in all; with planned looks the first that is expected to settle it, after the last what a new plan needs."""
     if len(differences) < 2:
         return MIN_SEEDS
     needed = seeds_to_settle(differences, bound, MIN_SEEDS)
@@ -204,7 +239,7 @@ def _needed(differences: Sequence[float], bound: float, looks: tuple[int, ...]) 
         return needed
     later = [look for look in looks if look > len(differences)]
     if needed is None or not later:
-        return None
+        return needed
     return next((look for look in later if look >= needed), None)
 
 

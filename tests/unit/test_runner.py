@@ -16,13 +16,14 @@ from coordinator.compare import bracket, judged, runner
 from coordinator.compare.blocks import schedule
 from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment, ExperimentError, check, digest, read
 from coordinator.compare.load import ArmTarget, Piece, RequestFailedError
-from coordinator.compare.merge import MergeError, merge
+from coordinator.compare.merge import MergeError, merge, other_system
 from coordinator.compare.proof.virtual_time import run_virtual
 from coordinator.compare.record import Record
 from coordinator.compare.rig import RigError
 from coordinator.compare.run import ComparisonError
-from coordinator.compare.runner import Progress, Tools, run
+from coordinator.compare.runner import run
 from coordinator.compare.sources import read as read_workload
+from coordinator.compare.tools import Progress, Tools
 from coordinator.compare.verdict import Verdict
 from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
 from coordinator.config import load
@@ -37,6 +38,7 @@ class Servers:
     """Each candidate's pools are a queue in front of so many servers; a request holds one for its whole time."""
 
     def __init__(self, servers: dict[str, int]) -> None:
+        self.slow = ""
         self._slots = {pools: asyncio.Semaphore(count) for pools, count in servers.items()}
         self._targets: dict[str, ArmTarget] = {}
         self.asked: list[tuple[str, tuple[int, ...]]] = []
@@ -53,7 +55,7 @@ class Servers:
             raise RequestFailedError("UNAVAILABLE: no worker")
         async with self._slots[pools]:
             for number in range(request.output_tokens):
-                await asyncio.sleep(STEP_S)
+                await asyncio.sleep(STEP_S * (20 if pools == self.slow else 1))
                 last = number + 1 == request.output_tokens
                 yield Piece(1, ledger={"e2e_s": 1.0, "residual_s": 0.0} if last else None)
 
@@ -97,8 +99,9 @@ def experiment(**changes: Any) -> Experiment:
             "split": {"path": "split", "candidates": {"a": {"pools": ["s3"]}, "b": {"pools": ["s6"]}, "c": {"pools": ["s5"]}}},
         },
         "slo": "ttft=300ms,tpot=100ms",
-        "requests": 60,
-        "rates": 3,
+        "requests": 120,
+        "rates": 4,
+        "spread": 1.4,
         "looks": [4],
         "tuning_seeds": 1,
         "margin": 0.1,
@@ -119,12 +122,18 @@ class Ran:
 
 
 def measure(
-    plan: Experiment, *, servers: dict[str, int] | None = None, broken: str = "", rig: Rig | None = None, **more: Any
+    plan: Experiment,
+    *,
+    servers: dict[str, int] | None = None,
+    broken: str = "",
+    slow: str = "",
+    rig: Rig | None = None,
+    **more: Any,
 ) -> Ran:
     async def work() -> Ran:
         loop = asyncio.get_running_loop()
         client, used = Servers(servers or SERVERS), rig or Rig()
-        client.broken = broken
+        client.broken, client.slow = broken, slow
         saved: list[Record] = []
         said: list[Progress] = []
         tools = Tools(
@@ -159,11 +168,11 @@ def test_more_servers_win_with_the_best_candidate_of_each_arm(usual: Ran) -> Non
     assert record.judgement.ratio == pytest.approx(6 / 4, rel=0.25)
     assert record.verdicts == {"split": record.judgement}
     assert [fault.text for fault in record.faults if fault.unfit] == []
-    assert len(record.probes) == len(record.knees) * 3 * 2 * 2
+    assert len(record.probes) == len(record.knees) * 4 * 2 * 2
     assert {probe.seed for probe in record.probes} == {entry["seed"] for entry in record.knees} >= {1, 2, 3, 4}
-    assert len(record.rates_per_s) == 3
+    assert len(record.rates_per_s) == 4
     assert record.loaded[0].path == "colocated"
-    assert ran.said[-1].of == 60
+    assert ran.said[-1].of == 120
 
 
 def test_tuning_uses_seeds_of_its_own_and_says_its_path(usual: Ran) -> None:
@@ -174,10 +183,14 @@ def test_tuning_uses_seeds_of_its_own_and_says_its_path(usual: Ran) -> None:
     assert record.arms[0].tried["two"] > record.arms[0].tried["three"] > record.arms[0].tried["one"]
 
 
-def test_every_probe_has_prompts_of_its_own_and_a_warm_up(usual: Ran) -> None:
+def test_every_probe_has_prompts_of_its_own_and_ends_that_are_not_judged(usual: Ran) -> None:
     prompts = [prompt for _, prompt in usual.servers.asked]
     assert len(set(prompts)) == len(prompts)
-    assert all(len(probe.judged) == 54 for probe in usual.record.probes)
+    for probe in usual.record.probes:
+        # 1.3 unloaded request times at either end, 0.2 s each.
+        edge = math.ceil(1.3 * 0.2 * probe.rate_per_s)
+        assert probe.warm_up == probe.cool_down == pytest.approx(edge, abs=1)
+        assert len(probe.judged) == 120 - 2 * probe.warm_up
 
 
 def test_equal_arms_are_never_called_different() -> None:
@@ -223,10 +236,10 @@ def test_a_run_goes_on_where_the_last_one_ended() -> None:
 def test_a_run_that_ends_between_seeds_keeps_whole_seeds_and_no_look_is_taken_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "TAIL_S", 0.0)
     plan = experiment(looks=[3, 4])
-    first = measure(plan, before=measure(plan, budget_s=1.0).record, budget_s=45.0).record
+    first = measure(plan, before=measure(plan, budget_s=1.0).record, budget_s=130.0).record
     assert 0 < len(first.knees) < 3
     assert first.judgement.verdict is Verdict.UNDECIDED
-    assert len(first.probes) == 12 * len(first.knees)
+    assert len(first.probes) == 16 * len(first.knees)
     assert measure(plan, before=first).record.judgement.seeds >= 3
 
 
@@ -292,7 +305,7 @@ def test_several_challengers_are_judged_together() -> None:
         ({"slo": "ttft=3"}, "slo: ttft=3: write"),
         ({"looks": [2]}, "looks must be rising numbers of seeds from 3 up"),
         ({"looks": [5, 4]}, "looks must be rising"),
-        ({"requests": 21}, "requests less the warm-up"),
+        ({"requests": 19}, "requests: "),
         ({"rates": 1}, "rates: "),
         ({"margin": 0}, "margin: "),
         ({"arms": {"a": {"path": "split", "candidates": {"x": {}}}}}, "arms: "),
@@ -302,6 +315,14 @@ def test_several_challengers_are_judged_together() -> None:
         (
             {"arms": {n: {"path": "split", "candidates": {"x": {"pools": ["p"], "apply": {"q": {}}}}} for n in "ab"}},
             "pools ['p'] are not among those applied",
+        ),
+        (
+            {"arms": {n: {"path": "split", "candidates": {"x": {"apply": {"q": {"max_num_seqs": 1}}}}} for n in "ab"}},
+            "apply.q: max_num_seqs not among engine, replicas, role",
+        ),
+        (
+            {"arms": {n: {"path": "split", "candidates": {"x": {"apply": {"q": {}} if n == "a" else {}}}} for n in "ab"}},
+            "either every candidate brings its pools or none",
         ),
     ],
 )
@@ -327,15 +348,16 @@ def test_what_makes_runs_one_experiment() -> None:
 
 
 def test_the_search_steps_up_or_down_until_the_knee_lies_between_two_rates() -> None:
-    assert bracket.next_rate({}, 2.0) == 2.0
-    assert bracket.next_rate({2.0: 0.95}, 2.0) == 3.0
-    assert bracket.next_rate({2.0: 0.5}, 2.0) == pytest.approx(4 / 3)
-    assert bracket.next_rate({2.0: 0.95, 3.0: 0.6}, 2.0) is None
+    assert bracket.next_rate({}, 2.0, 100) == 2.0
+    assert bracket.next_rate({2.0: 0.95}, 2.0, 100) == 3.0
+    assert bracket.next_rate({2.0: 0.5}, 2.0, 100) == pytest.approx(4 / 3)
+    assert bracket.next_rate({2.0: 0.95, 3.0: 0.6}, 2.0, 100) is None
+    assert bracket.next_rate({2.0: 1.0, 3.0: 0.0}, 2.0, 100) == pytest.approx(6**0.5)
     assert 2 < (bracket.found({2.0: 0.95, 3.0: 0.6}, 100) or 0) < 3
     assert bracket.found({2.0: 0.5}, 100) is None
     assert bracket.found({}, 100) is None
     with pytest.raises(ValueError, match="positive"):
-        bracket.next_rate({}, 0.0)
+        bracket.next_rate({}, 0.0, 100)
 
 
 def test_rates_lie_around_all_knees_at_equal_ratios() -> None:
@@ -354,7 +376,7 @@ def test_arms_that_are_costly_to_change_run_all_rates_at_once() -> None:
 
 
 def test_runs_with_seeds_of_their_own_merge_into_one_verdict() -> None:
-    plan = experiment(spread=1.6)
+    plan = experiment()
     tuned = measure(plan, budget_s=1.0).record
     parts = []
     for first_seed in (1, 3):
@@ -405,3 +427,79 @@ def test_what_the_first_probe_of_a_block_leaves_behind_is_a_fault_of_method() ->
     judged.refresh(record, plan, sent)
     assert [fault.kind for fault in record.faults if fault.unfit] == ["carry-over"]
     assert record.judgement.verdict is Verdict.UNDECIDED
+
+
+def test_a_candidate_without_a_knee_counts_as_one_that_serves_nothing() -> None:
+    plan = experiment(
+        arms={
+            "colocated": {
+                "path": "colocated",
+                "candidates": {"a": {"pools": ["c4"]}, "b": {"pools": ["none"]}, "c": {"pools": ["c2"]}},
+            },
+            "split": {"path": "split", "candidates": {"a": {"pools": ["s6"]}, "b": {"pools": ["s5"]}, "c": {"pools": ["s3"]}}},
+        },
+        slo="ttft=300ms,tpot=100ms",
+        looks=[3],
+    )
+    record = measure(plan, servers={**SERVERS, "none": 1}, slow="none").record
+    assert record.arms[0].tried["b"] == [0.0]
+    assert record.arms[0].candidate == "a"
+    assert not any(fault.kind == "mistuned" for fault in record.faults)
+
+
+def test_a_system_that_is_gone_ends_the_run_and_spoils_no_seed() -> None:
+    plan = experiment(looks=[3])
+    tuned = measure(plan, budget_s=1.0).record
+    with pytest.raises(ComparisonError, match="every request failed: UNAVAILABLE"):
+        measure(plan, before=tuned, broken="s6")
+    assert tuned.knees == []
+    assert tuned.probes == []
+
+
+def entry(seed: int, split: float | None, colocated: float | None, why: str = "") -> dict[str, Any]:
+    def point(rate: float | None) -> dict[str, Any]:
+        return {"rate_per_s": rate, "why": "" if rate else why}
+
+    halves = {
+        f"{name}_{half}": point(10.0 + 0.02 * (-1) ** seed * (half == "second"))
+        for name in ("colocated", "split")
+        for half in ("first", "second")
+    }
+    return {"seed": seed, "split": point(split), "colocated": point(colocated), **halves}
+
+
+def test_the_first_look_that_decides_stands_whatever_comes_after() -> None:
+    plan = experiment(looks=[3, 5], margin=0.05)
+    knees = [entry(seed, 20.0 + 0.001 * seed, 10.0) for seed in range(1, 4)]
+    first = judged.judge_challengers(knees, plan, [])["split"]
+    assert (first.verdict, first.seeds) == (Verdict.SPLIT, 3)
+    more = [*knees, *(entry(seed, rate, 10.0) for seed, rate in ((4, 10.0), (5, 5.0), (6, 2.0)))]
+    for count in (4, 5, 6):
+        assert judged.judge_challengers(more[:count], plan, [])["split"] == first
+
+
+def test_a_verdict_that_rests_on_leaving_out_missed_seeds_is_none() -> None:
+    plan = experiment(looks=[4], margin=0.05)
+    knees = [entry(seed, 12.0 + 0.01 * seed, 10.0) for seed in range(1, 5)]
+    assert judged.judge_challengers(knees, plan, [])["split"].verdict is Verdict.SPLIT
+    high = [*knees, entry(5, None, 10.0, "above the highest rate tried (15/s)")]
+    assert judged.judge_challengers(high, plan, [])["split"].verdict is Verdict.SPLIT
+    low = [*knees, entry(5, None, 10.0, "below the lowest rate tried (8/s)")]
+    found = judged.judge_challengers(low, plan, [])["split"]
+    assert found.verdict is Verdict.UNDECIDED
+    assert "whose knee the rates missed" in found.reason
+
+
+def test_what_is_another_system() -> None:
+    first = {
+        "model": {"sha": "a"},
+        "settings": {"coordinator": {"state_dir": "x"}, "gateway": {"http_port": 1}, "engine": {"seed": 0}},
+    }
+    moved = {
+        "model": {"sha": "a"},
+        "settings": {"coordinator": {"state_dir": "y"}, "gateway": {"http_port": 2}, "engine": {"seed": 0}},
+    }
+    assert other_system(first, moved) == ""
+    assert other_system(first, {"settings": {**first["settings"], "engine": {"seed": 1}}}) == "settings"
+    assert other_system(first, {"model": {"sha": "b"}}) == "model"
+    assert other_system(first, {}) == ""

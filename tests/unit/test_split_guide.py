@@ -18,7 +18,7 @@ import pytest
 
 from coordinator import cli, config
 from coordinator.compare import cli as compare_cli
-from coordinator.compare import run_cli, runner
+from coordinator.compare import run_cli, tools
 from coordinator.compare.load import ArmTarget, Piece
 from coordinator.compare.proof.virtual_time import run_virtual
 from coordinator.compare.workload import PlannedRequest
@@ -87,7 +87,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("coordinator.compare.clients.ClientProcesses", Queue)
     monkeypatch.setattr(run_cli.asyncio, "run", functools.partial(run_virtual, turn_s=1e-4))
     now = lambda: asyncio.get_running_loop().time()  # noqa: E731
-    monkeypatch.setattr("coordinator.compare.runner.Tools", functools.partial(runner.Tools, now=now))
+    monkeypatch.setattr("coordinator.compare.tools.Tools", functools.partial(tools.Tools, now=now))
     settings = config.load(ROOT / "deploy" / "compare-cpu.toml", [], {}).model_dump(mode="json")
     monkeypatch.setattr(compare_cli, "ask_admin", lambda address, url: ("", {"settings": settings}))
 
@@ -104,7 +104,7 @@ def run(command: str) -> None:
     if words[:2] == ["compare", "run"]:
         at = words.index("--serve")
         assert Path(words[at + 1]).is_file()
-        words[at : at + 2] = ["--target", "queue:1"]
+        words[at : at + 2] = ["--target", "queue:1", "--admin", "queue:2"]
     cli.app(words, prog_name="splitpoint")
 
 

@@ -189,3 +189,11 @@ def test_a_claim_is_significant_exactly_when_the_interval_decides(values: list[f
     p = stats.claim_p(values, margin)
     if abs(p - 0.05) > 1e-6:
         assert (p < 0.05) is decides
+
+
+def test_all_at_one_rate_and_none_at_the_next_bracket_a_knee_and_do_not_measure_it() -> None:
+    found = stats.knee([1.0, 2.0], [1.0, 0.0], requests=100)
+    assert found.rate_per_s is None
+    assert found.why == "between two rates that are too far apart (1/s and 2/s)"
+    assert stats.knee([1.0, 2.0], [1.0, 0.02], requests=100).rate_per_s is not None
+    assert stats.knee([1.0, 2.0, 3.0], [1.0, 1.0, 0.0], requests=100).why.endswith("(2/s and 3/s)")

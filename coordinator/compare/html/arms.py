@@ -84,9 +84,9 @@ def valid(record: Record, arm: Arm) -> list[Mapping[str, Any]]:
 
 
 def judged(probe: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The outcomes after the warm-up."""
-    outcomes: Sequence[Mapping[str, Any]] = probe["outcomes"][probe.get("warm_up", 0) :]
-    return outcomes
+    """The outcomes between the ends of the probe."""
+    outcomes: Sequence[Mapping[str, Any]] = probe["outcomes"]
+    return outcomes[probe.get("warm_up", 0) : len(outcomes) - probe.get("cool_down", 0)]
 
 
 def summaries(record: Record) -> list[tuple[Arm, Mapping[str, Any]]]:

@@ -18,7 +18,8 @@ from coordinator.compare.proof.engine_world import (
     world,
 )
 from coordinator.compare.proof.virtual_time import run_virtual
-from coordinator.compare.runner import Tools, run
+from coordinator.compare.runner import run
+from coordinator.compare.tools import Tools
 from coordinator.compare.verdict import Judgement, judge
 from coordinator.compare.workload import Workload
 
@@ -27,8 +28,6 @@ TURN_S = 0.0005
 MEASURED_FROM, TUNED_FROM = 2_000_000, 500_000_000
 SEED_STRIDE = 10
 """Workload seeds of two experiments lie so far apart. Those of tuning are nobody else's, or all experiments would err alike."""
-WARM_UP = REQUESTS // 10
-"""Of a probe: requests that find an empty system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ def plan(cell: EngineCell, seed: int) -> Experiment:
             "arms": {BASELINE: arm(BASELINE, "colocated"), CHALLENGER: arm(CHALLENGER, cell.kind)},
             "slo": f"ttft={SLO.ttft_s:g}s,tpot={SLO.tpot_s:g}s",
             "requests": REQUESTS,
-            "warm_up_share": WARM_UP / REQUESTS,
+            "edge_e2es": 0.0,  # The truth is of whole probes too.
             "rates": cell.rates,
             "looks": cell.looks,
             "start_rate_per_s": 4.0,

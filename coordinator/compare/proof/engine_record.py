@@ -15,7 +15,6 @@ from typing import Any
 
 from coordinator.compare.proof.cells import Share
 from coordinator.compare.proof.engine_cells import CELLS, TRUTHS, Result, result, row
-from coordinator.compare.proof.engine_experiment import WARM_UP
 from coordinator.compare.proof.engine_truth import RATES, SEEDS, Truth, arrays, long_run, truth
 from coordinator.compare.proof.engine_world import REQUESTS, SLO
 from coordinator.compare.record import write_text
@@ -66,7 +65,6 @@ class EngineProof:
             "margin": MARGIN,
             "slo": dataclasses.asdict(SLO),
             "requests": REQUESTS,
-            "warm_up": WARM_UP,
             "long_runs": {"seeds": SEEDS, "rates_per_s": list(RATES)},
             "criteria": dict(criteria(self)) if self.rows else {},
             "missing": self.missing,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.compare.load import ArmTarget, run_probe
-from coordinator.compare.proof.engine_experiment import TURN_S, WARM_UP
+from coordinator.compare.proof.engine_experiment import TURN_S
 from coordinator.compare.proof.engine_world import BASELINE, CHALLENGER, REQUESTS, SLO, EngineCell, pool_name, workload, world
 from coordinator.compare.proof.virtual_time import run_virtual
 from coordinator.compare.stats import knee, t_interval
@@ -57,7 +57,7 @@ async def _long_run(kind: str, seed: int) -> list[list[tuple[float, float]]]:
     async with made.client:
         for number, rate in enumerate(RATES):
             sent = workload(seed, REQUESTS).salted(f"{number}")
-            probe = await run_probe(made.client, sent, path=arm, rate_per_s=rate, deadline_s=120.0, now=made.now, warm_up=WARM_UP)
+            probe = await run_probe(made.client, sent, path=arm, rate_per_s=rate, deadline_s=120.0, now=made.now)
             found.append([(each.ttft_s or math.inf, each.tpot_s or math.inf) for each in probe.judged])
     return found
 
