@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -45,8 +46,9 @@ class Completer:
         message = pb.CompleteRequest(grant=request.grant, outcome=outcome, receiver_rank=source.receiver_rank)
         if outcome == "delivered":
             if source.tell is not None:
-                if await source.tell(message):
-                    return
+                with contextlib.suppress(TimeoutError):
+                    if await asyncio.wait_for(source.tell(message), COMPLETE_TIMEOUT_S):
+                        return
                 self._rt.metrics.event("complete_by_grpc")
             else:
                 await self._end_of_stream(source.call)

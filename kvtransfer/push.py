@@ -186,7 +186,9 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
 
     async def _watched(self, request: pb.FetchRequest, work: Coroutine[Any, Any, None]) -> None:
         """Send while the receiver gives signs of life; its silence ends the lease, and with it this stream."""
-        with self._rt.watch.fetching(request.grant.transfer_id, (request.receiver_incarnation, request.receiver_rank)):
+        # Whole blocks go between equal ranks and name receiver 0 on each of them; heartbeats name the rank itself.
+        rank = request.receiver_rank if request.HasField("share") else self._rt.rank
+        with self._rt.watch.fetching(request.grant.transfer_id, (request.receiver_incarnation, rank)):
             await work
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802

@@ -137,8 +137,11 @@ class DirectPush:
         out = self._servicer.outgoing(request, lease, None, channel, deadline)
         send = DirectSend(self._rt, self._servicer, out, channel, answers)
         self._rt.kick_with(lease.transfer_id, lambda: answers.run(send.advance), send.watch)
-        send.advance()
         self._on_loop(lambda: self._guard(request, send, answers))
+        try:
+            send.advance()
+        except Exception as exc:  # it costs this transfer; whoever guards it hears of it, drains and answers
+            send.fail(exc if isinstance(exc, TransportError) else TransportError("refused", f"it cannot be sent: {exc!r}"))
 
 
 class DirectSend:
@@ -240,12 +243,18 @@ class DirectSend:
         except TransportError as exc:
             self._end(exc)
             return
+        if self._over:  # it failed as it was sent
+            return
         self._first_block = blocks.end
         self._index += 1
         if header.last:
             with self._rt.lock:
                 self._rt.leases.sent(out.lease, self._rt.now(), receiver=out.receiver)
             self._end(None)
+
+    def fail(self, failure: TransportError) -> None:
+        """It cannot go on."""
+        self._end(failure)
 
     def _settled(self, failure: TransportError | None) -> None:
         if failure is not None:

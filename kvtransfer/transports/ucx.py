@@ -30,7 +30,7 @@ from kvtransfer.transports.process_watch import ProcessWatch
 from kvtransfer.transports.same_host import NO_PROCESS, ProcessId, this_process, why_unreadable
 from kvtransfer.transports.ucx_asks import Answers, Asks
 from kvtransfer.transports.ucx_channels import UcxReceiveChannel, UcxSendChannel
-from kvtransfer.transports.ucx_core import UCX_VERSION, Peer, UcxCore
+from kvtransfer.transports.ucx_core import ASK_CHANNEL, UCX_VERSION, WARM_CHANNEL, Peer, UcxCore
 from kvtransfer.transports.ucx_environment import devices_for
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -97,6 +97,8 @@ class WorkerAddress:
             raise TransportError("refused", "the peer's UCX worker address is damaged or of another format")
         if (major, minor) != UCX_VERSION[:2]:
             raise TransportError("refused", f"the peer has UCX {major}.{minor}, this side {UCX_VERSION[0]}.{UCX_VERSION[1]}")
+        if channel >= ASK_CHANNEL:
+            raise TransportError("refused", f"the peer's channel must be below {ASK_CHANNEL}, is {channel}")
         return cls(rest[ProcessId.SIZE :], direct_copy, channel, ProcessId.decode(rest[: ProcessId.SIZE]), reads, asks)
 
 
@@ -168,6 +170,8 @@ class UcxTransport:
 
     def _way_back(self, request: pb.FetchRequest) -> Answers:
         theirs = WorkerAddress.decode(request.ucx_worker_address)
+        if theirs.channel == WARM_CHANNEL:
+            raise TransportError("refused", "the ask names no channel for its answers")
         return Answers(self._asks, self._receiver(request, theirs), theirs.channel)
 
     def open_receive(self, sender: pb.RankEndpoint, request: pb.FetchRequest) -> UcxReceiveChannel:

@@ -178,7 +178,7 @@ class Asks:
         before any peer knows this worker's address."""
         self._way_back = way_back
         self._serves = serves
-        self.core.keep_channel(ASK_CHANNEL)
+        self.core.keep_tags(ASK_TAG, COMPLETE_TAG)
 
     # -- on the thread ---------------------------------------------------------------------------------------------------
 
@@ -244,7 +244,8 @@ class Asks:
             for asking in list(self._asking):
                 asking.check(now)
         self._asking = {asking for asking in self._asking if not asking.over}
-        return bool(self._watched or self._reading) or (bool(self._asking) and now < self._spin_until)
+        # What is half received wakes the thread itself, and a peer that stops in the middle must not keep it awake.
+        return bool(self._watched) or (bool(self._asking or self._reading) and now < self._spin_until)
 
     def end(self) -> None:
         """As `Guest`."""

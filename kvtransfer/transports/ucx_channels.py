@@ -223,7 +223,13 @@ class UcxReceiveChannel(_Channel):
         asks = self._asks
         assert asks is not None
         told: Future[bool] = Future()
-        self._core.run(lambda: asks.say(self._peer, COMPLETE_TAG, request, lambda failure: told.set_result(failure is None)))
+
+        def settled(failure: TransportError | None) -> None:
+            # Whoever waited may have given up, which cancels it.
+            if told.set_running_or_notify_cancel():
+                told.set_result(failure is None)
+
+        self._core.run(lambda: asks.say(self._peer, COMPLETE_TAG, request, settled))
         return await asyncio.wrap_future(told)
 
     def until(self, done: Callable[[], bool]) -> None:

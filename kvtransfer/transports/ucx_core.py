@@ -28,7 +28,7 @@ from kvtransfer.transports.ucx_leaks import leaked_attachments
 from kvtransfer.transports.ucx_operation import UCX_VERSION, Array, Operation, Peer, as_array, failure_of, ucx
 from kvtransfer.transports.ucx_sleep import Sleeper
 
-__all__ = ["ASK_CHANNEL", "CHUNK_BITS", "UCX_VERSION", "Guest", "Operation", "Peer", "UcxCore"]
+__all__ = ["ASK_CHANNEL", "CHUNK_BITS", "UCX_VERSION", "WARM_CHANNEL", "Guest", "Operation", "Peer", "UcxCore"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class UcxCore:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open_channels: set[int] = set()
+        self._kept_tags: set[int] = set()
         self._closed_channels: collections.deque[tuple[float, int]] = collections.deque(maxlen=256)
         self._next_channel = int.from_bytes(os.urandom(4), "little") + 1
         self._warm_count = 0
@@ -132,9 +133,9 @@ class UcxCore:
         self._open_channels.add(self._next_channel)
         return self._next_channel
 
-    def keep_channel(self, channel: int) -> None:
-        """Somebody takes what comes for it, for as long as this runs."""
-        self._open_channels.add(channel)
+    def keep_tags(self, *tags: int) -> None:
+        """Somebody takes what comes for these, for as long as this runs."""
+        self._kept_tags |= set(tags)
 
     def close_channel(self, channel: int) -> None:
         """What still comes for it is thrown away."""
@@ -256,7 +257,11 @@ class UcxCore:
         """Commands, progress, completions; then as long a pause as nothing suffers from."""
         state = self._state
         while self._commands:
-            self._commands.popleft()()
+            command = self._commands.popleft()
+            try:
+                command()
+            except Exception:  # a fault of ours, or a hostile message: everybody's transfers live on this thread
+                self._fault("a command")
         moved = False
         for _ in range(PROGRESS_AT_ONCE):
             if not state.worker.progress_once():
@@ -339,6 +344,9 @@ class UcxCore:
             self._settle(operation, TransportError("peer_lost", f"UCX refused to send: {exc}"))
         except TransportError as exc:
             self._settle(operation, exc)
+        except Exception as exc:  # as `_turn`: it ends this operation
+            self._fault("a send")
+            self._settle(operation, TransportError("refused", f"it cannot be sent: {exc!r}"))
         else:
             state.operations.append(operation)
             if operation.begun is not None:
@@ -386,7 +394,8 @@ class UcxCore:
         """Take messages that nobody waits for off UCX's queue."""
         worker = self._state.worker
         while (found := worker.tag_probe(ucx.UCXXTag(0), ucx.UCXXTagMask(0))).matched:
-            if found.sender_tag.value >> CHUNK_BITS in self._open_channels:
+            tag = found.sender_tag.value
+            if tag in self._kept_tags or tag >> CHUNK_BITS in self._open_channels:
                 break
             self._sink(found)
         while self._closed_channels and now - self._closed_channels[0][0] > CLOSED_CHANNEL_KEPT_S:
@@ -479,7 +488,14 @@ class UcxCore:
         if operation.begun is not None:
             self._resolve(operation.begun, None)
         if operation.settled is not None:
-            operation.settled(failure)
+            try:
+                operation.settled(failure)
+            except Exception:  # as `_turn`
+                self._fault("whoever waited")
+
+    def _fault(self, what: str) -> None:
+        self.counters["faults"] += 1
+        logger.exception("ucx: %s failed", what)
 
     def _resolve(self, future: asyncio.Future[Any], value: Any) -> None:
         def resolve() -> None:

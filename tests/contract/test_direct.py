@@ -31,6 +31,7 @@ from tests.support.kv_nodes import (
 )
 
 pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
+from kvtransfer.transports.ucx import WorkerAddress
 from kvtransfer.transports.ucx_asks import ASK_TAG, COMPLETE_TAG, Asking
 from kvtransfer.transports.ucx_core import Peer
 
@@ -292,10 +293,14 @@ async def test_messages_that_are_none_change_nothing(pair: NodePair) -> None:
     (peer,) = [p for p in core._state.endpoints if isinstance(p, Peer)]
     settled: list[object] = []
     forged = pb.CompleteRequest(grant=pb.TransferGrant(transfer_id=bytes(16), capability=bytes(16)), outcome="delivered")
+    # A channel that is no tag's, in an address that is well formed.
+    beyond = WorkerAddress(core.address, channel=1 << 50).encode()
     messages = [
         (ASK_TAG, b"\xff" * 100),
         (ASK_TAG, bytes(40_000)),
         (ASK_TAG, pb.FetchRequest(remaining_s=1).SerializeToString()),
+        (ASK_TAG, pb.FetchRequest(remaining_s=1, ucx_worker_address=beyond, transport="ucx").SerializeToString()),
+        (ASK_TAG + 2, b"nobody takes this one"),
         (COMPLETE_TAG, b"\xff"),
         (COMPLETE_TAG, forged.SerializeToString()),
     ]
@@ -308,7 +313,7 @@ async def test_messages_that_are_none_change_nothing(pair: NodePair) -> None:
     core.run(say)
     await until(lambda: len(settled) == len(messages), 10)
     sender = pair.senders[0]
-    await until(lambda: sender.counters().get("ucx.asks_not_understood", 0) == 3, 5)
+    await until(lambda: sender.counters().get("ucx.asks_not_understood", 0) == 4, 5)
     await until(lambda: sender.counters().get("lease.complete_unknown", 0) == 1, 5)
     await complete(transfer_of(pair, 40))
     await pair.settled()
