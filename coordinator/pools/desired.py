@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,9 @@ class Desired:
 
 def engine_key(engine: EngineSettings) -> str:
     """Equal for engines that are started with the same arguments: the workers may change roles with each other."""
-    return hashlib.sha256(engine.model_dump_json().encode()).hexdigest()[:16]
+    # The order in which arguments were written is no argument.
+    text = json.dumps(engine.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def desired(run: Settings, pools: Mapping[str, PoolSettings], *, version: int, budget_ranks: int) -> Desired:

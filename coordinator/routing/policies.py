@@ -104,14 +104,18 @@ class RoundRobin(LeastLoaded):
         self, among: Sequence[Candidate], ask: Ask, accept: Accept | None, reasons: Counter[str], now_s: float
     ) -> Picked | None:
         """See `Policy`."""
+        unreachable: Candidate | None = None
         for step in range(len(among)):
             candidate = among[(self._turn + step) % len(among)]
             reason = None if accept is None else accept(candidate.view)
-            if reason is None:
+            if reason is not None:
+                reasons[reason] += 1
+            elif candidate.load.score < LAST_RESORT:
                 self._turn += step + 1
                 return Picked(candidate, candidate.load.score + ask.tokens)
-            reasons[reason] += 1
-        return None
+            else:
+                unreachable = unreachable or candidate
+        return None if unreachable is None else Picked(unreachable, unreachable.load.score + ask.tokens)
 
 
 class SessionAffinity(LeastLoaded):
@@ -151,7 +155,7 @@ class SessionAffinity(LeastLoaded):
         bound = max(self._idle_tokens, self._limit * (sum(scores) + ask.tokens) / max(1, len(scores)))
         for place in order:
             candidate = among[int(place)]
-            if candidate.load.score + ask.tokens <= bound and (accept is None or accept(candidate.view) is None):
+            if candidate.load.score <= bound and (accept is None or accept(candidate.view) is None):
                 return Picked(candidate, candidate.load.score + ask.tokens)
         return super().pick(among, ask, accept, reasons, now_s)
 

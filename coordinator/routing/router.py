@@ -141,10 +141,12 @@ class Router:
 
     def _solo(self, goal: SoloGoal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
         accept = self._accept(goal.exclude, now_s, goal.pools)
-        for tier in self._tiers:
-            best = self._best(self._policy, tier, ask, accept, reasons, now_s)
-            if best is not None:
-                return SoloRoute(worker=best.candidate.view, notes=tuple(notes))
+        for override in self._rounds():
+            for tier in self._tiers:
+                own, counted = (_overridden(accept), Counter[str]()) if override else (accept, reasons)
+                best = self._policy.pick(tier, ask, own, counted, now_s)
+                if best is not None:
+                    return SoloRoute(worker=best.candidate.view, notes=tuple(notes))
         return None
 
     # Two workers ----------------------------------------------------------------------------------------------------------
@@ -154,41 +156,54 @@ class Router:
             reasons[INCOMPATIBLE] += self._table.lonely_prefill
         wanted = (goal.transport,) if goal.transport is not None else self._transports
         before = reasons[PAIR_BREAKER_OPEN]
-        for rank, transport in enumerate(wanted):
-            pair = self._pair_over(goal, ask, transport, now_s, reasons)
-            if pair is not None:
-                downgraded = reasons[PAIR_BREAKER_OPEN] > before
-                notes = (TRANSPORT_DOWNGRADED if downgraded else TRANSPORT_FALLBACK,) if rank else ()
-                return PairRoute(prefill=pair[0], decode=pair[1], transport=transport, notes=notes)
+        for override in self._rounds():
+            for rank, transport in enumerate(wanted):
+                pair = self._pair_over(goal, ask, transport, now_s, Counter() if override else reasons, override)
+                if pair is not None:
+                    downgraded = reasons[PAIR_BREAKER_OPEN] > before
+                    notes = (TRANSPORT_DOWNGRADED if downgraded else TRANSPORT_FALLBACK,) if rank else ()
+                    return PairRoute(prefill=pair[0], decode=pair[1], transport=transport, notes=notes)
         return None
 
     def _pair_over(
-        self, goal: PairGoal, ask: Ask, transport: str, now_s: float, reasons: Counter[str]
+        self, goal: PairGoal, ask: Ask, transport: str, now_s: float, reasons: Counter[str], override: bool
     ) -> tuple[WorkerView, WorkerView] | None:
         # A prefill worker may turn out to have no decode worker left (excluded, or broken as a pair): then the next best.
         exclude = goal.exclude
         while True:
-            found = self._best_prefill(goal, ask, transport, exclude, now_s, reasons)
+            found = self._best_prefill(goal, ask, transport, exclude, now_s, reasons, override)
             if found is None:
                 return None
             prefill, group = found
             accept = self._accept_end(group.decode, goal, transport, goal.exclude, now_s, beside=prefill.incarnation)
-            decode = self._best(self._decode_policy, group.decode.members, ask, accept, reasons, now_s)
+            before = reasons[PAIR_BREAKER_OPEN]
+            own = _overridden(accept) if override else accept
+            decode = self._decode_policy.pick(group.decode.members, ask, own, reasons, now_s)
             if decode is not None:
                 return prefill, decode.candidate.view
-            exclude |= {prefill.incarnation}
+            # Refused for what has nothing to do with this prefill worker, decode refuses every other one of the group as well.
+            alone = reasons[PAIR_BREAKER_OPEN] > before
+            exclude |= {prefill.incarnation} if alone else {c.view.incarnation for c in group.prefill.members}
 
     def _best_prefill(
-        self, goal: PairGoal, ask: Ask, transport: str, exclude: frozenset[Incarnation], now_s: float, reasons: Counter[str]
+        self,
+        goal: PairGoal,
+        ask: Ask,
+        transport: str,
+        exclude: frozenset[Incarnation],
+        now_s: float,
+        reasons: Counter[str],
+        override: bool,
     ) -> tuple[WorkerView, Group] | None:
         best: Picked | None = None
         home: Group | None = None
         for group in self._table.groups:
             accept = self._accept_end(group.prefill, goal, transport, exclude, now_s)
+            accept = _overridden(accept) if override else accept
             preferred = self._preferred(group.prefill, goal, accept)
             if preferred is not None:
                 return preferred.view, group
-            mine = self._best(self._policy, group.prefill.members, ask, accept, reasons, now_s)
+            mine = self._policy.pick(group.prefill.members, ask, accept, reasons, now_s)
             if mine is not None and (best is None or mine.cost < best.cost):
                 best, home = mine, group
         return (best.candidate.view, home) if best is not None and home is not None else None
@@ -203,21 +218,13 @@ class Router:
 
     # Filters --------------------------------------------------------------------------------------------------------------
 
-    def _best(
-        self,
-        policy: Policy,
-        members: Sequence[Candidate],
-        ask: Ask,
-        accept: Accept | None,
-        reasons: Counter[str],
-        now_s: float,
-    ) -> Picked | None:
-        best = policy.pick(members, ask, accept, reasons, now_s)
-        if best is not None or accept is None or not self.breakers:
-            return best
-        # With no other worker left a suspected one is better than none, or one poisonous prompt takes the pool down. A pair
-        # that fails together stays out: there is another way to serve the request.
-        return policy.pick(members, ask, lambda view: _unless_worker_breaker(accept(view)), Counter(), now_s)
+    def _rounds(self) -> tuple[bool, ...]:
+        """Whether breakers of workers are overridden, round by round.
+
+        With no other worker left anywhere a suspected one is better than none, or one poisonous prompt takes the pool down. A
+        pair that fails together stays out: there is another way to serve the request.
+        """
+        return (False, True) if self.breakers else (False,)
 
     def _accept(self, exclude: frozenset[Incarnation], now_s: float, pools: frozenset[str]) -> Accept | None:
         """The filters of every leg, or None when they would let everybody pass."""
@@ -298,5 +305,12 @@ def make_policy(name: str, settings: RoutingSettings, rng: random.Random) -> Pol
             return LeastLoaded(rng)
 
 
-def _unless_worker_breaker(reason: str | None) -> str | None:
-    return None if reason == BREAKER_OPEN else reason
+def _overridden(accept: Accept | None) -> Accept | None:
+    if accept is None:
+        return None
+
+    def without_breakers(view: WorkerView) -> str | None:
+        reason = accept(view)
+        return None if reason == BREAKER_OPEN else reason
+
+    return without_breakers

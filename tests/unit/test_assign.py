@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from coordinator.pools.assign import Assignment, Fate, assign
+from coordinator.pools.desired import engine_key
 from coordinator.pools.plan import Step, plan, unsettled
 from coordinator.pools.records import PoolTarget, WorkerRecord
 from coordinator.routing.views import Role, WorkerState
+from engine.config import EngineSettings
 from protos.ids import WorkerId
 
 ALL_ROLES = frozenset(Role)
@@ -200,3 +202,12 @@ def test_a_thousand_workers_are_assigned_to_the_pools_of_another_shape() -> None
     said = list(fates(done).values())
     assert {fate: said.count(fate) for fate in set(said)} == {"keep prefill": 100, "relabel decode": 400, "keep decode": 500}
     assert Fate.STOP.value not in said
+
+
+def test_the_order_in_which_arguments_are_written_is_no_difference() -> None:
+    first, second = (
+        {"gpu_memory_utilization": 0.5, "enforce_eager": True},
+        {"enforce_eager": True, "gpu_memory_utilization": 0.5},
+    )
+    assert engine_key(EngineSettings(extra_arguments=first)) == engine_key(EngineSettings(extra_arguments=second))
+    assert engine_key(EngineSettings(seed=1)) != engine_key(EngineSettings(seed=2))

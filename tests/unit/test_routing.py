@@ -383,3 +383,40 @@ def test_no_fallback_and_no_retry_leaves_the_named_pools() -> None:
     refusal = made.choose(goals_after_failure(failed, prompt_tokens=10, transport=None, strict=False, pools=pools), NOW)
     assert isinstance(refusal, Refusal)
     assert refusal.reasons["other_pool"] == 2
+
+
+def test_a_suspected_worker_comes_after_every_healthy_one_of_later_tiers_and_other_kinds() -> None:
+    broken = worker_view("c", Role.COLOCATED)
+    made = router(broken, worker_view("p", fingerprint=b"a"), decode_view("d", fingerprint=b"a"), breaker_failures=1)
+    made.breakers.failed(broken.incarnation, NOW)
+    solo = made.choose((SoloGoal(),), NOW)
+    assert isinstance(solo, SoloRoute)
+    assert solo.worker.worker_id in ("p", "d")
+    # Two kinds of pairs, the idle one broken.
+    views = [
+        *(worker_view(f"p-{kind}", fingerprint=kind.encode()) for kind in ("a", "b")),
+        *(decode_view(f"d-{kind}", fingerprint=kind.encode()) for kind in ("a", "b")),
+    ]
+    made = router(*views, breaker_failures=1)
+    made.breakers.failed(views[0].incarnation, NOW)
+    made.load.charge(views[1].incarnation, 10_000)
+    assert pair(made).prefill.worker_id == "p-b"
+
+
+def test_a_pair_that_no_decode_worker_can_complete_is_not_looked_for_prefill_by_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = [
+        *(worker_view(f"p{i}", pool="prefill") for i in range(50)),
+        *(decode_view(f"d{i}", pool="decode") for i in range(50)),
+    ]
+    made = router(*views)
+    asked = Counter[str]()
+    accept_end = Router._accept_end
+
+    def counted(self: Router, *arguments, **named):
+        asked["ends"] += 1
+        return accept_end(self, *arguments, **named)
+
+    monkeypatch.setattr(Router, "_accept_end", counted)
+    goals = first_goals("split", prompt_tokens=10, transport=None, strict=True, pools=frozenset({"prefill"}))
+    assert isinstance(made.choose(goals, NOW), Refusal)
+    assert asked["ends"] <= 2 * 3, "two transports; prefill, decode, and prefill again"

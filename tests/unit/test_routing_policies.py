@@ -321,3 +321,19 @@ def test_quiet_times_save_no_more_than_the_reserve() -> None:
         budget.began()
     assert [budget.take() for _ in range(3)] == [True, True, False]
     assert not RetryBudget(share=0.1, reserve=0).take()
+
+
+def test_a_session_keeps_its_worker_whatever_the_length_of_its_prompt() -> None:
+    made = router(policy="session_affinity", idle_tokens=100)
+    long = prompt(1, 100 * BLOCK)
+    chosen = {worker_of(pair(made, long, session="s", now_s=NOW + turn)) for turn in range(8)}
+    assert len(chosen) == 1
+
+
+def test_round_robin_passes_over_what_cannot_be_reached_while_others_can() -> None:
+    made = router(policy="round_robin")
+    made.load.set_reachable(PREFILL[0].incarnation, False)
+    assert {worker_of(pair(made, prompt(n))) for n in range(12)} == {"p1", "p2", "p3"}
+    for view in PREFILL:
+        made.load.set_reachable(view.incarnation, False)
+    assert worker_of(pair(made, prompt(99))) in {"p0", "p1", "p2", "p3"}
