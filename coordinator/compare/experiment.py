@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +21,10 @@ from coordinator.compare.load import ArmTarget
 from coordinator.compare.slo import SloError, parse
 from coordinator.compare.verdict import MARGIN, MIN_SEEDS
 
-TUNING_SEEDS_FROM = 1_000_001
-"""Seeds that only tuning and the search for the rates use: what was chosen on them is confirmed on others."""
-
-
 APPLIED = frozenset({"role", "replicas", "engine"})
 """What a pool that is put in place may say."""
+SPARE_SEEDS_SHARE = 0.25
+"""Of the last look's seeds, so many more may be measured where some gave no ratio."""
 MIN_JUDGED = 20
 """Of one probe."""
 
@@ -130,6 +129,11 @@ class Experiment(BaseModel):
     def takes_turns(self) -> bool:
         """Some candidate has pools of its own to be applied: then arms change as seldom as the order allows."""
         return any(candidate.apply for arm in self.arms.values() for candidate in arm.candidates.values())
+
+    @property
+    def seeds(self) -> int:
+        """The most that are measured: those of the last look, and some in place of such that give no ratio."""
+        return self.looks[-1] + math.ceil(self.looks[-1] * SPARE_SEEDS_SHARE)
 
     @property
     def is_tuned(self) -> bool:

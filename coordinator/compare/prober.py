@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 
 from coordinator.compare.blocks import Turn
-from coordinator.compare.experiment import MIN_JUDGED, TUNING_SEEDS_FROM, Experiment
+from coordinator.compare.experiment import MIN_JUDGED, Experiment
 from coordinator.compare.load import Probe, run_one_at_a_time, run_probe
 from coordinator.compare.record import ArmRecord, Record
 from coordinator.compare.run import ComparisonError, Workloads, tightest_ttft_s
 from coordinator.compare.tools import Progress, Tools
-from coordinator.compare.workload import Workload
+from coordinator.compare.workload import TUNING_SEEDS_FROM, Workload
 
 TUNING = -1
 """In place of a probe's place in the record: it is in none."""

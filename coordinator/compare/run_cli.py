@@ -29,6 +29,7 @@ def run(
     record: Annotated[Path, typer.Option("--record", "-r", metavar="FILE", help="Written after every stage; gone on from.")],
     serve: Annotated[Path | None, typer.Option("--serve", metavar="CONFIG", help="Serve this configuration meanwhile.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Of CONFIG; repeatable.")] = None,
+    workload: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML, instead of the experiment's workload.")] = None,
     target: Annotated[str, typer.Option(metavar="ADDRESS", help="A gateway's HOST:PORT, or http://HOST:PORT.")] = "",
     admin: Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="Admin address.")] = "",
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the HTML page here.")] = None,
@@ -47,6 +48,7 @@ def run(
     from coordinator.compare.rig import RigError
     from coordinator.compare.run import ComparisonError
     from coordinator.compare.sources import read as read_workload
+    from coordinator.compare.sources import windows
     from coordinator.compare.traces import WorkloadError
     from coordinator.served import ServeError
 
@@ -62,7 +64,11 @@ def run(
         plan = read(experiment)
         if first_seed is not None:
             plan = plan.model_copy(update={"first_seed": first_seed})
-        material = read_workload(experiment.parent / plan.workload)
+        material = read_workload(workload or experiment.parent / plan.workload)
+        have, need = windows(material, plan.requests), plan.seeds + plan.tuning_seeds
+        if have is not None and have < need:
+            text = f"{plan.workload}: its {len(material.rows)} rows make {have} windows of {plan.requests}, the plan needs {need}"
+            raise WorkloadError(f"{text}: fewer requests, looks or tuning seeds, or a longer trace (--workload)")
         before = _before(record, plan, material)
         with _system(serve, sets or [], state_dir) as running:
             address = running or admin or ("" if target else DEFAULT_ADMIN)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from coordinator.compare import bracket, judged
 from coordinator.compare.blocks import Turn, schedule
-from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment
+from coordinator.compare.experiment import Experiment
 from coordinator.compare.goodput import seed_knees
 from coordinator.compare.load import Probe
 from coordinator.compare.prober import Prober
@@ -23,11 +23,10 @@ from coordinator.compare.slo import SloSpec, parse
 from coordinator.compare.summary import summarise
 from coordinator.compare.tools import Checks, Progress, Tools
 from coordinator.compare.verdict import judge
+from coordinator.compare.workload import TUNING_SEEDS_FROM
 
 TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until one has ended."""
-SPARE_SEEDS_SHARE = 0.25
-"""Of the last look's seeds, so many more may be measured where some gave no ratio."""
 UNLOADED_SHARE = 0.1
 """Of the rate where the search begins by itself."""
 OUT_OF_TIME = "out of time"
@@ -207,7 +206,7 @@ class _Run:
         spent_s: list[float] = []
         record.notes = [note for note in record.notes if not note.startswith(OUT_OF_TIME)]
         # A seed whose rates miss a knee gives no ratio; some more may take the place of such.
-        for place in range(last + math.ceil(last * SPARE_SEEDS_SHARE)):
+        for place in range(experiment.seeds):
             if judged.settled(record.verdicts) or min((found.seeds for found in record.verdicts.values()), default=0) >= last:
                 break
             seed = experiment.first_seed + place

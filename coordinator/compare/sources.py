@@ -26,7 +26,7 @@ from coordinator.compare.traces import (
     parse_trace,
     spread_batches,
 )
-from coordinator.compare.workload import SALT_TOKENS, Workload
+from coordinator.compare.workload import SALT_TOKENS, TUNING_SEEDS_FROM, Workload
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -105,7 +105,7 @@ class Material:
                 made, counts, notes = _synthetic(self.source, generator, count)
                 rate = None
             case Trace():
-                made, counts, notes, rate = _trace(self.source, self.rows, generator, count)
+                made, counts, notes, rate = _trace(self.source, self.rows, seed, count)
             case Prompts():
                 made, counts, notes, rate = _prompts(self.source, self.prompts, self.encode, generator, count)
         made, counts = _limit(self.source, made, counts)
@@ -191,9 +191,7 @@ def _synthetic(source: Synthetic, generator: np.random.Generator, count: int) ->
     return prefixes.assign(source.prefix, made, generator), counts, [prefixes.note(source.prefix)]
 
 
-def _trace(
-    source: Trace, rows: Sequence[Row], generator: np.random.Generator, count: int
-) -> tuple[Made, Counts, list[str], float | None]:
+def _trace(source: Trace, rows: Sequence[Row], seed: int, count: int) -> tuple[Made, Counts, list[str], float | None]:
     notes = []
     arrivals = np.array([row.arrival_s for row in rows])
     spread = 0
@@ -205,7 +203,7 @@ def _trace(
         begin, count = 0, len(rows)
         notes.append(f"all {count} rows are sent: every seed sends the same lengths")
     else:
-        begin = int(generator.integers(0, len(rows) - count + 1))
+        begin = _window(seed, len(rows) // count) * count
         notes.append(f"rows {begin + 1} to {begin + count} of {len(rows)}")
     before = arrivals[begin - 1] if begin else arrivals[0]
     waits = np.diff(arrivals[begin : begin + count], prepend=before)
@@ -222,6 +220,18 @@ def _trace(
         made.append(RequestShape(wait, tokens, max(1, round(row.output_tokens * source.length_scale)), shared))
     counts = Counts(rows=len(rows), input_lengthened=lengthened, spread=spread)
     return made, counts, notes, count / lasted_s
+
+
+def windows(material: Material, requests: int) -> int | None:
+    """How many seeds send rows of their own, `requests` each; None where requests are drawn anew for every seed."""
+    return max(1, len(material.rows) // requests) if isinstance(material.source, Trace) else None
+
+
+def _window(seed: int, count: int) -> int:
+    """Which of `count` windows without a common row a seed sends: those that are measured from the beginning of a fixed shuffle,
+    those that only tuning uses, and 0, from its end."""
+    place = seed - 1 if 0 < seed < TUNING_SEEDS_FROM else -1 - max(0, seed - TUNING_SEEDS_FROM)
+    return int(np.random.default_rng(0).permutation(count)[place % count])
 
 
 def _hash_segments(row: Row, scale: float, tokens: int) -> tuple[Segment, ...]:

@@ -22,6 +22,10 @@ SALT_TOKENS = 4
 """At the head of a prompt: a prefix cache finds nothing behind a first block that differs."""
 
 
+TUNING_SEEDS_FROM = 1_000_001
+"""Seeds that only tuning and the search for the rates use: what was chosen on them is confirmed on others."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
     """What a workload is made from. Ranges are inclusive; token ids are drawn from [`first_token`, `end_token`)."""

@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.compare import bracket, judged, runner
 from coordinator.compare.blocks import schedule
-from coordinator.compare.experiment import TUNING_SEEDS_FROM, Experiment, ExperimentError, check, digest, read
+from coordinator.compare.experiment import Experiment, ExperimentError, check, digest, read
 from coordinator.compare.load import ArmTarget, Piece, RequestFailedError
 from coordinator.compare.merge import MergeError, merge, other_system
 from coordinator.compare.proof.virtual_time import run_virtual
@@ -25,7 +25,7 @@ from coordinator.compare.runner import run
 from coordinator.compare.sources import read as read_workload
 from coordinator.compare.tools import Progress, Tools
 from coordinator.compare.verdict import Verdict
-from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, make
+from coordinator.compare.workload import TUNING_SEEDS_FROM, PlannedRequest, Workload, WorkloadSpec, make
 from coordinator.config import load
 
 pytestmark = pytest.mark.timeout(60)

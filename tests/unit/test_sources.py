@@ -18,9 +18,9 @@ from coordinator import cli
 from coordinator.compare import draw
 from coordinator.compare.describe import bins, describe
 from coordinator.compare.shapes import RequestShape, Segment, Shapes, cut, hit_share, materialise
-from coordinator.compare.sources import Material, check, read
-from coordinator.compare.traces import WorkloadError, is_coarse, parse_prompts, parse_trace, spread_batches
-from coordinator.compare.workload import SALT_TOKENS
+from coordinator.compare.sources import Material, check, read, windows
+from coordinator.compare.traces import Row, WorkloadError, is_coarse, parse_prompts, parse_trace, spread_batches
+from coordinator.compare.workload import SALT_TOKENS, TUNING_SEEDS_FROM
 from scripts.guide import ROOT, console_commands
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -519,3 +519,14 @@ class TestCommand:
         assert len(shown) >= 2
         for command in shown:
             assert self.run(*shlex.split(command)[3:]).exit_code == 0, command
+
+
+def test_no_two_seeds_of_a_trace_send_the_same_row_while_there_are_enough() -> None:
+    rows = tuple(Row(arrival_s=float(n), input_tokens=100 + n, output_tokens=5) for n in range(200))
+    material = Material(check({"kind": "trace", "file": "x.csv"}), rows=rows)
+    assert windows(material, 40) == 5
+    sent = [{request.input_tokens for request in material.shapes(seed, 40).requests} for seed in (1, 2, 3, 4, TUNING_SEEDS_FROM)]
+    assert len(set.union(*sent)) == sum(map(len, sent)) == 200
+    assert material.shapes(1, 40).requests == material.shapes(6, 40).requests, "then they come round again"
+    fixed = {"kind": "fixed", "tokens": 9}
+    assert windows(Material(check({"kind": "synthetic", "input": fixed, "output": fixed})), 40) is None

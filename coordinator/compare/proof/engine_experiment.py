@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.compare.experiment import TUNING_SEEDS_FROM, Arm, Candidate, Experiment
+from coordinator.compare.experiment import Arm, Candidate, Experiment
 from coordinator.compare.faults import Fault
 from coordinator.compare.goodput import floor, ratios
 from coordinator.compare.proof.engine_world import (
@@ -21,7 +21,7 @@ from coordinator.compare.proof.virtual_time import run_virtual
 from coordinator.compare.runner import run
 from coordinator.compare.tools import Tools
 from coordinator.compare.verdict import Judgement, judge
-from coordinator.compare.workload import Workload
+from coordinator.compare.workload import TUNING_SEEDS_FROM, Workload
 
 TURN_S = 0.0005
 """What a turn of the loop costs: the client polls its last millisecond."""
