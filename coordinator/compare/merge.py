@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.compare.draw import percentile_row
-from coordinator.compare.experiment import check
+from coordinator.compare.experiment import ExperimentError, check
 from coordinator.compare.faults import CARRY_OVER, second_halves
 from coordinator.compare.goodput import floor, gains, ratios
 from coordinator.compare.judged import judge_challengers
@@ -60,7 +60,10 @@ def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
     if first.experiment:
         if looks:
             raise MergeError("the looks of a full comparison are planned in its experiment: give no --looks")
-        experiment = check(first.experiment)
+        try:
+            experiment = check(first.experiment)
+        except ExperimentError as error:
+            raise MergeError(f"the records' plan is of another version of this program: {error}") from error
         names, baseline, challenger = tuple(experiment.arms), experiment.baseline, experiment.challengers[0]
         verdicts = judge_challengers(knees, experiment, unfit)
         judgement = verdicts[challenger]

@@ -392,6 +392,9 @@ def test_runs_with_seeds_of_their_own_merge_into_one_verdict() -> None:
     assert [summary.path for summary in whole.loaded] == ["colocated", "split"]
     with pytest.raises(MergeError, match="planned in its experiment"):
         merge(parts, [4])
+    older = [dataclasses.replace(part, experiment={**part.experiment, "warm_up_share": 0.1}) for part in parts]
+    with pytest.raises(MergeError, match="another version of this program"):
+        merge([dataclasses.replace(part, **_cut(part, 2)) for part in older])
     other = dataclasses.replace(parts[1], experiment_digest="other")
     with pytest.raises(MergeError, match="experiments differ"):
         merge([parts[0], other])
