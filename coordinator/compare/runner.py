@@ -296,10 +296,8 @@ class _Run:
         return 2 / base.p50
 
     def _expected_seed_s(self) -> float:
-        turns = schedule(
-            self._names, [self._experiment.first_seed], self._whole.rates_per_s, by_seed=self._experiment.takes_turns
-        )
-        return sum(self._experiment.requests / turn.rate_per_s + TAIL_S for turn in turns)
+        probes = 2 * len(self._names)
+        return sum(probes * (self._experiment.requests / rate + TAIL_S) for rate in self._whole.rates_per_s)
 
     def _judge(self) -> None:
         record = self._whole
