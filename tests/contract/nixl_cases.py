@@ -20,8 +20,9 @@ import pytest
 
 from kvtransfer.transports import TransportContext, create_transport
 from kvtransfer.transports.base import TransportError
+from protos.errors import Code
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
-from tests.support.kv_nodes import BLOCK_BYTES, NodePair, assert_scattered, complete, make_node, small_settings
+from tests.support.kv_nodes import BLOCK_BYTES, NodePair, assert_scattered, complete, error_of, make_node, small_settings, until
 
 # Only the library's absence is a reason to skip: a fault in our own modules is not.
 if not any(importlib.util.find_spec(wheel) for wheel in ("nixl_cu12", "nixl_cu13")):
@@ -221,12 +222,13 @@ async def test_two_nodes(caplog: pytest.LogCaptureFixture) -> None:
         await by_handshake.pull(senders=known)
         assert_scattered(by_handshake)
         late = pair.transfer(64, "nixl")
-        pull = asyncio.create_task(late.pull(remaining_s=2.0))
+        pull = asyncio.create_task(late.pull())
         await late.reserve()
         late.gather(0, 2)
+        await until(lambda: (late.id, 0) in pair.senders[0]._rt.fetches, 20.0)
         await pair.receive_control.release(late.id, "client_left")
-        await asyncio.gather(pull, return_exceptions=True)
-        await pair.settled()
+        assert (await error_of(pull)).code is Code.CANCELLED
+        await pair.settled(15.0)
 
 
 async def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
