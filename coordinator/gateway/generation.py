@@ -85,7 +85,13 @@ class RunningChoice:
             )
         )
         self._legs = LegBuilder(submission.request_id, submission.prompt_token_ids, prompt_hash)
-        self._prompt = PromptRoute(core.router, submission.prompt_token_ids, submission.session)
+        self._prompt = PromptRoute(
+            core.router,
+            submission.prompt_token_ids,
+            submission.session,
+            # Log-probabilities of the prompt need every position computed.
+            reads_cache=submission.sampling.prompt_logprobs is None,
+        )
         self._ledger = LedgerRecorder(received_s=submission.received_s, path=path)
         self._charges: dict[AttemptId, tuple[Incarnation, int]] = {}
         self._events: deque[Event] = deque()

@@ -11,9 +11,9 @@ from coordinator.routing.router import Router
 class PromptRoute:
     """The routes of one choice, one after the other. Routing learns from it what each worker's prefix cache holds."""
 
-    def __init__(self, router: Router, prompt_token_ids: Sequence[int], session: str) -> None:
+    def __init__(self, router: Router, prompt_token_ids: Sequence[int], session: str, *, reads_cache: bool = True) -> None:
         self._router = router
-        self._ask = router.ask(prompt_token_ids, session)
+        self._ask = router.ask(prompt_token_ids, session, reads_cache=reads_cache)
         self._waiting: Route | None = None
         """The route whose first worker was given the prompt and has not answered yet."""
 

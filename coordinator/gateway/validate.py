@@ -32,7 +32,7 @@ DEADLINE_HEADER = "x-splitpoint-deadline-s"
 SESSION_HEADER = "x-splitpoint-session"
 """The client's name of a conversation: with `routing.policy = "session_affinity"` its requests go to one worker."""
 REQUEST_ID_HEADER = "x-request-id"
-_PUBLIC_HEADERS = frozenset({PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER, SESSION_HEADER})
+PUBLIC_HEADERS = frozenset({PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER, SESSION_HEADER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +171,14 @@ def check_metadata(
     pairs: Iterable[tuple[str, Any]], *, max_deadline_s: float, transports: tuple[str, ...] = TRANSPORTS
 ) -> Metadata:
     """Reads what concerns us of headers or metadata, names in lower case. Other `x-splitpoint-` names are not for clients.
-    `transports` are the configured ones."""
+    `transports` are the configured ones. A name that is given twice is refused: none of its values is more right than another."""
     given: dict[str, str] = {}
     for name, value in pairs:
-        if name == REQUEST_ID_HEADER or name in _PUBLIC_HEADERS:
+        if name == REQUEST_ID_HEADER or name in PUBLIC_HEADERS:
             if isinstance(value, bytes):
                 value = value.decode("latin-1")
+            if name in given:
+                raise invalid(name, f"{name} may be given once, got {shown(given[name])} and {shown(value)}")
             given[name] = value
         elif name.startswith(HEADER_PREFIX):
             raise SplitpointError(Code.FORBIDDEN_FIELD, f"{name} may not be set by clients", param=name)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, least_loaded
+from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, acceptable, least_loaded
 from coordinator.routing.views import WorkerView
 from protos.ids import Incarnation
 
@@ -23,11 +23,13 @@ TRIES_OF_TWO = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """What a policy may know of a request: the tokens of its prompt, the hashes of its blocks (empty: not computed) and the
-    client's name of the session ("": none)."""
+    client's name of the session ("": none). `reads_cache` is false for prompts that the engine computes whole, whatever it has
+    cached of them; what it computes is cached all the same."""
 
     tokens: int = 0
     blocks: tuple[int, ...] = ()
     session: str = ""
+    reads_cache: bool = True
 
 
 class Picked(NamedTuple):
@@ -150,14 +152,16 @@ class SessionAffinity(LeastLoaded):
         if seeds is None:
             seeds = self._rows[id(among)] = np.array([self._seeds[c.view.incarnation] for c in among], dtype=np.uint64)
         order = np.argsort(_mix(seeds ^ np.uint64(_hash64(ask.session.encode()))))
-        # One that cannot be reached is no measure of load, and above every bound.
-        scores = [c.load.score for c in among if c.load.score < LAST_RESORT]
+        allowed = acceptable(among, accept, reasons)
+        open_to_it = [c for c, passes in zip(among, allowed, strict=True) if passes]
+        # One that may not take it is no measure of load, nor is one that cannot be reached, which is above every bound.
+        scores = [c.load.score for c in open_to_it if c.load.score < LAST_RESORT]
         bound = max(self._idle_tokens, self._limit * (sum(scores) + ask.tokens) / max(1, len(scores)))
         for place in order:
             candidate = among[int(place)]
-            if candidate.load.score <= bound and (accept is None or accept(candidate.view) is None):
+            if allowed[place] and candidate.load.score <= bound:
                 return Picked(candidate, candidate.load.score + ask.tokens)
-        return super().pick(among, ask, accept, reasons, now_s)
+        return super().pick(open_to_it, ask, None, reasons, now_s)
 
 
 def _hash64(what: bytes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.routing.views import WorkerView
@@ -94,6 +94,15 @@ class LoadBook:
 
 Accept = Callable[[WorkerView], str | None]
 """Why a worker cannot be chosen, or None when it can."""
+
+
+def acceptable(candidates: Sequence[Candidate], accept: Accept | None, reasons: Counter[str]) -> list[bool]:
+    """Which candidates `accept` lets pass, in their order; `reasons` counts its answers about the others."""
+    if accept is None:
+        return [True] * len(candidates)
+    answers = [accept(candidate.view) for candidate in candidates]
+    reasons.update(answer for answer in answers if answer is not None)
+    return [answer is None for answer in answers]
 
 
 def least_loaded(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.routing.policies import Ask, Picked
-from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, Load
+from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, Load, acceptable
 from coordinator.routing.prefix_index import PrefixIndex
 from coordinator.routing.recent import RecentWork
 from coordinator.routing.views import WorkerView
@@ -74,31 +74,30 @@ class PrefixAware:
         if not among:
             return None
         panel = self._panel(among)
+        allowed = np.array(acceptable(among, accept, reasons))
+        if not allowed.any():
+            return None
         # One token at least is computed, however much is cached.
-        work = np.maximum(ask.tokens - self._hits(panel, ask.blocks) * self.index.block_tokens, 1)
+        work = np.maximum(ask.tokens - self._hits(panel, ask) * self.index.block_tokens, 1)
         scores = np.array([load.score for load in panel.loads], dtype=np.float64)
         recent = self._recent.weighed(panel.seats, now_s)
-        bound = np.maximum(self._idle_tokens, (recent.sum() + work) * (self._limit / len(among)))
+        # One that may not take it is no measure of load, nor is one that cannot be reached.
+        sharing = allowed & (scores < LAST_RESORT)
+        bound = np.maximum(self._idle_tokens, (recent[sharing].sum() + work) * (self._limit / max(1, sharing.sum())))
         over = recent + work > bound
         above_idle = np.maximum(recent - self._idle_tokens, 0.0)
         cost = np.where(over, recent + work + _OVER, above_idle + scores + self._hit_weight * work)
         cost[scores >= LAST_RESORT] += float(LAST_RESORT)
-        while True:
-            least = float(cost.min())
-            if least == np.inf:
-                return None
-            equals = np.flatnonzero(cost == least)
-            place = int(equals[0] if len(equals) == 1 else self._rng.choice(equals))
-            candidate = among[place]
-            reason = None if accept is None else accept(candidate.view)
-            if reason is None:
-                return Picked(candidate, least)
-            reasons[reason] += 1
-            cost[place] = np.inf
+        cost[~allowed] = np.inf
+        least = float(cost.min())
+        equals = np.flatnonzero(cost == least)
+        place = int(equals[0] if len(equals) == 1 else self._rng.choice(equals))
+        return Picked(among[place], least)
 
     def taken(self, view: WorkerView, ask: Ask, now_s: float) -> int:
         """See `Policy`."""
-        hit_tokens = min(self.index.held(view.incarnation, ask.blocks) * self.index.block_tokens, max(0, ask.tokens - 1))
+        held = self.index.held(view.incarnation, ask.blocks) if ask.reads_cache else 0
+        hit_tokens = min(held * self.index.block_tokens, max(0, ask.tokens - 1))
         self.index.sent(view.incarnation, ask.blocks)
         self._recent.add(self.index.seat(view.incarnation), ask.tokens - hit_tokens, now_s)
         return hit_tokens
@@ -115,10 +114,12 @@ class PrefixAware:
             panel = self._panels[id(among)] = _Panel(among, [c.load for c in among], seats, bits, place_of_seat)
         return panel
 
-    def _hits(self, panel: _Panel, blocks: tuple[int, ...]) -> npt.NDArray[np.int64]:
-        """Blocks of the prompt that each candidate of the panel should have cached."""
+    def _hits(self, panel: _Panel, ask: Ask) -> npt.NDArray[np.int64]:
+        """Blocks of the prompt that each candidate of the panel need not compute."""
         hits = np.zeros(len(panel.among), dtype=np.int64)
-        for level in self.index.levels(blocks, panel.bits):
+        if not ask.reads_cache:
+            return hits
+        for level in self.index.levels(ask.blocks, panel.bits):
             if level.seats.bit_count() <= _FEW:
                 left = level.seats
                 while left:

@@ -87,12 +87,12 @@ class Router:
         """Some ready prefill worker has a ready decode worker of its kind."""
         return bool(self._table.groups)
 
-    def ask(self, prompt_token_ids: Sequence[int], session: str = "", salt: bytes = b"") -> Ask:
-        """What the policy may know of a request. `salt` keeps the prefixes of tenants apart."""
+    def ask(self, prompt_token_ids: Sequence[int], session: str = "", salt: bytes = b"", *, reads_cache: bool = True) -> Ask:
+        """What the policy may know of a request. `salt` keeps the prefixes of tenants apart; `reads_cache`: see `Ask`."""
         blocks: tuple[int, ...] = ()
         if isinstance(self._policy, PrefixAware):
             blocks = block_hashes(prompt_token_ids, self._settings.prefix_block_tokens, salt)
-        return Ask(tokens=len(prompt_token_ids), blocks=blocks, session=session)
+        return Ask(tokens=len(prompt_token_ids), blocks=blocks, session=session, reads_cache=reads_cache)
 
     def choose(self, goals: Sequence[Goal], now_s: float, ask: Ask | None = None) -> Route | Refusal:
         """The first goal that some worker meets. Goals that were passed over leave a note on the route.

@@ -13,7 +13,7 @@ import pytest
 
 from protos.errors import TABLE, Code
 from protos.grpc_errors import from_rpc_error
-from protos.splitpoint.v1 import common_pb2, generation_pb2
+from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.support.gateway import FakeCore, frontend, grpc_server, http_server, tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(30)
@@ -23,6 +23,15 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 VOCAB = tiny_tokenizer().vocab_size
 LAST_ID = str(VOCAB - 1)
 INVALID = Code.INVALID_VALUE
+GIVEN_TWICE = {
+    "x-splitpoint-path": ("split", "colocated"),
+    "x-splitpoint-pools": ("one", "other"),
+    "x-splitpoint-transport": ("ucx", "grpc"),
+    "x-splitpoint-deadline-s": ("5", "6"),
+    "x-splitpoint-session": ("here", "there"),
+    "x-request-id": ("this", "that"),
+}
+"""Each value is right by itself."""
 
 
 class Http(NamedTuple):
@@ -246,6 +255,14 @@ async def test_http(http: httpx.AsyncClient) -> None:
     assert wrong == []
 
 
+async def test_a_header_that_is_given_twice_is_refused_by_its_name(http: httpx.AsyncClient) -> None:
+    for name, values in GIVEN_TWICE.items():
+        response = await http.post(COMPLETION, json={"prompt": "x"}, headers=[(name, value) for value in values])
+        error = response.json()["error"]
+        assert (response.status_code, error["reason"], error["param"]) == (400, INVALID.value, name)
+        assert all(part in error["message"] for part in (name, "once", *values))
+
+
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_over_the_limit_is_refused_and_thrown_away(declared: bool) -> None:
     core, total = FakeCore(), 10_000_000
@@ -439,6 +456,19 @@ async def test_grpc() -> None:
             if (exc.code(), error.code, error.param) != expected or missing:
                 wrong.append((case.kind, case.param, str(expected), f"{exc.code()} {error!r} {error.param}"))
     assert wrong == []
+    assert core.generations == []
+
+
+async def test_metadata_that_is_given_twice_is_refused_by_its_name() -> None:
+    core = FakeCore()
+    async with grpc_server(core, frontend()) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for name, values in GIVEN_TWICE.items():
+            exc = await grpc_failure(stub.Generate(PLAIN, metadata=tuple((name, value) for value in values)))
+            assert exc is not None
+            error = from_rpc_error(exc)
+            assert (exc.code(), error.code, error.param) == (grpc.StatusCode.INVALID_ARGUMENT, INVALID, name)
+            assert all(part in error.message for part in (name, "once", *values))
     assert core.generations == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.views import Role
@@ -19,11 +20,11 @@ def colocated(count: int) -> list[ScriptedWorker]:
 
 
 async def begun(
-    under_test: CoreUnderTest, workers: list[ScriptedWorker]
+    under_test: CoreUnderTest, workers: list[ScriptedWorker], **sampling: Any
 ) -> tuple[Reader, ScriptedWorker, worker_pb2.ColocatedLeg]:
     """One more request, and who got it."""
     waits = {asyncio.create_task(w.leg("colocated", len(w.of("colocated")) + 1)): w for w in workers}
-    reader = under_test.run(path="colocated", max_tokens=2)
+    reader = under_test.run(path="colocated", max_tokens=2, **sampling)
     done, pending = await asyncio.wait(waits, timeout=20, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
@@ -32,9 +33,11 @@ async def begun(
     return reader, waits[task], task.result()
 
 
-async def answered(under_test: CoreUnderTest, workers: list[ScriptedWorker], *, cached_tokens: int) -> tuple[str, int]:
+async def answered(
+    under_test: CoreUnderTest, workers: list[ScriptedWorker], *, cached_tokens: int, **sampling: Any
+) -> tuple[str, int]:
     """One request to its end: who served it, and what it weighed while it ran."""
-    reader, worker, leg = await begun(under_test, workers)
+    reader, worker, leg = await begun(under_test, workers, **sampling)
     weight = under_test.core.router.load.in_flight_tokens(worker.view.incarnation)
     worker.tokens(leg, 1, cached_tokens=cached_tokens)
     worker.finished(leg, 2)
@@ -51,6 +54,16 @@ async def test_the_same_prompt_goes_to_the_same_worker_and_weighs_what_it_comput
         for _ in range(4):
             assert await answered(under_test, workers, cached_tokens=len(PROMPT) - 1) == (home, 1 + 2)
         assert under_test.core.router.load.total_in_flight_tokens() == 0
+
+
+async def test_a_prompt_whose_log_probabilities_are_asked_for_is_not_expected_to_be_cached() -> None:
+    workers = colocated(1)
+    async with scripted(*workers, routing=PREFIX_AWARE) as under_test:
+        await answered(under_test, workers, cached_tokens=0)
+        _, weight = await answered(under_test, workers, cached_tokens=0, prompt_logprobs=0)
+        assert weight == len(PROMPT) + 2
+        _, weight = await answered(under_test, workers, cached_tokens=len(PROMPT) - 1)
+        assert weight == 1 + 2, "the worker's cache is believed to hold what it held"
 
 
 async def test_a_prompt_that_was_not_computed_is_not_expected_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -122,6 +123,44 @@ def test_a_worker_that_has_had_its_share_is_passed_over_for_a_while() -> None:
     assert home in seen
 
 
+def two_pools(**settings: Any) -> Router:
+    """Four workers of pool `busy`, two of pool `named`."""
+    busy = [worker_view(f"b{i}", pool="busy") for i in range(4)]
+    named = [worker_view(f"n{i}", pool="named") for i in range(2)]
+    return router(*busy, *named, worker_view("d", Role.DECODE, pool="named"), idle_tokens=0, **settings)
+
+
+@pytest.mark.parametrize(("busy_blocks", "home_blocks", "other_blocks", "stays"), [(0, 55, 40, True), (200, 55, 10, False)])
+def test_workers_that_the_request_may_not_use_do_not_move_the_bound_of_recent_work(
+    busy_blocks: int, home_blocks: int, other_blocks: int, stays: bool
+) -> None:
+    """The two of `named` decide: 70 of 110 blocks are below one and a half times their mean, 70 of 80 are above it."""
+    made, named = two_pools(max_load_ratio=1.5), frozenset({"named"})
+    home = pair(made, prompt(7, home_blocks * BLOCK), pools=named).prefill
+    without = frozenset({home.incarnation})
+    other = pair(made, prompt(7, other_blocks * BLOCK), pools=named, exclude=without).prefill
+    pair(made, prompt(9, 5 * BLOCK), pools=named, exclude=frozenset({other.incarnation}))
+    for name in range(100, 104 if busy_blocks else 100):
+        pair(made, prompt(name, busy_blocks * BLOCK), pools=frozenset({"busy", "named"}), exclude=without | {other.incarnation})
+    longer = prompt(7, home_blocks * BLOCK) + prompt(9)
+    assert pair(made, longer, pools=named).prefill == (home if stays else other)
+
+
+def test_workers_that_the_request_may_not_use_do_not_move_the_bound_of_a_session() -> None:
+    for load_of_the_others in (0, 1_000_000):
+        made, named = two_pools(policy="session_affinity", max_load_ratio=1.5), frozenset({"named"})
+        home = pair(made, prompt(1), session="s", pools=named).prefill
+        for view in made.ready_workers(Role.PREFILL):
+            if view.pool == "busy":
+                made.load.charge(view.incarnation, load_of_the_others)
+        (other,) = (v for v in made.ready_workers(Role.PREFILL) if v.pool == "named" and v != home)
+        made.load.charge(other.incarnation, 10_000)
+        made.load.charge(home.incarnation, 12_000)
+        assert pair(made, prompt(1), session="s", pools=named).prefill == home, "a tenth above the mean of the two"
+        made.load.charge(home.incarnation, 30_000)
+        assert pair(made, prompt(1), session="s", pools=named).prefill == other, "six tenths above it"
+
+
 def test_below_the_idle_load_a_hit_always_wins() -> None:
     made = router(idle_tokens=1_000_000)
     home = pair(made, prompt(7)).prefill.worker_id
@@ -209,6 +248,33 @@ def test_engines_that_evict_earlier_than_they_say_are_believed() -> None:
         made.prompt_computed(p, nothing, expected_cached_tokens=10 * BLOCK, cached_tokens=0)
     assert pair(made, prompt(5)).expected_cached_tokens == 0, "of ten prompts the last is left"
     assert pair(made, prompt(5)).expected_cached_tokens > 0
+
+
+def test_a_prompt_that_is_computed_whole_tells_nothing_of_the_cache() -> None:
+    made = router(worker_view("p"), *DECODE, prefix_worker_tokens=100 * BLOCK)
+    for name in range(10):
+        pair(made, prompt(name))
+    for _ in range(20):
+        ask = made.ask(prompt(9), reads_cache=False)
+        route = made.choose((PairGoal(prompt_tokens=ask.tokens),), NOW, ask)
+        assert isinstance(route, PairRoute)
+        assert route.expected_cached_tokens == 0
+        expected = route.expected_cached_tokens
+        made.prompt_computed(route.prefill.incarnation, ask, expected_cached_tokens=expected, cached_tokens=0)
+    assert [pair(made, prompt(name)).expected_cached_tokens for name in range(10)] == [10 * BLOCK - 1] * 10
+
+
+def test_a_prompt_that_is_computed_whole_weighs_whole_and_is_cached_where_it_was_computed() -> None:
+    made = router()
+    home = pair(made, prompt(7)).prefill
+    made.load.charge(home.incarnation, 1)
+    whole = made.ask(prompt(7), reads_cache=False)
+    route = made.choose((PairGoal(prompt_tokens=whole.tokens),), NOW, whole)
+    assert isinstance(route, PairRoute)
+    assert route.prefill != home, "its hit is worth nothing"
+    made.prompt_computed(route.prefill.incarnation, whole, expected_cached_tokens=0, cached_tokens=0)
+    again = pair(made, prompt(7))
+    assert (again.prefill, again.expected_cached_tokens) == (route.prefill, 10 * BLOCK - 1)
 
 
 def test_the_capacity_a_worker_states_is_used() -> None:

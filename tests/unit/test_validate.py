@@ -14,6 +14,8 @@ from coordinator.gateway.fields import Fields
 from coordinator.gateway.validate import (
     INT64_MAX,
     INT64_MIN,
+    PUBLIC_HEADERS,
+    REQUEST_ID_HEADER,
     Limits,
     Sampling,
     check_metadata,
@@ -227,6 +229,13 @@ def test_bad_metadata(name: str, value: str, code: Code, says: str) -> None:
     assert (error.code, error.param) == (code, name)
     assert name in error.message
     assert says in error.message
+
+
+def test_every_public_name_may_be_given_once() -> None:
+    for name in (*PUBLIC_HEADERS, REQUEST_ID_HEADER):
+        error = refused(check_metadata, [(name, "a"), ("other", "x"), (name, b"b")], max_deadline_s=10)
+        assert (error.code, error.param) == (Code.INVALID_VALUE, name)
+        assert error.message == f'{name} may be given once, got "a" and "b"'
 
 
 NAMES = [*(b[0] for b in BOUNDS), "stop", "logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos"]
