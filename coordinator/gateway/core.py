@@ -15,6 +15,7 @@ from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.generation import RunningChoice
 from coordinator.gateway.membership import Membership
 from coordinator.gateway.metrics import GatewayMetrics
+from coordinator.gateway.pool_loads import PoolLoad, PoolLoads
 from coordinator.routing.breaker import PairKey
 from coordinator.routing.retry_budget import RetryBudget
 from coordinator.routing.router import Router
@@ -48,6 +49,7 @@ class GatewayCore:
         self.router = Router(settings.routing, rng or random.Random(), transports=transports, follow_workers=follow_workers)
         self.membership = Membership(self.router, settings.worker_client, clock=clock, on_event=metrics.event)
         self.retries = RetryBudget(share=settings.retry_share, reserve=settings.retry_reserve)
+        self.pool_loads = PoolLoads()
         self.running: set[RunningChoice] = set()
         """Choices that have started and not ended."""
         metrics.before_exposition = self.refresh_gauges
@@ -70,6 +72,11 @@ class GatewayCore:
     def in_flight(self) -> int:
         """Choices that have started and not ended."""
         return len(self.running)
+
+    def loads(self) -> dict[str, PoolLoad]:
+        """This gateway's part of every pool's load, by pool."""
+        waiting = [c for c in self.running if c.prompt_pool and not c.has_tokens]
+        return self.pool_loads.snapshot((c.prompt_pool, len(c.submission.prompt_token_ids)) for c in waiting)
 
     def blame(self, workers: tuple[WorkerView, ...], code: str, transport: str) -> None:
         """A fault of one worker, or of a pair over a transport."""

@@ -101,6 +101,8 @@ class RunningChoice:
         self._timer: asyncio.TimerHandle | None = None
         self._started = False
         self._arrived_s = 0.0
+        self.prompt_pool = self.output_pool = ""
+        """The pools of the workers that were last given its prompt and its output; empty before."""
         self._log = log.bind(request_id=submission.request_id, client_request_id=submission.client_request_id)
 
     # The front end's side -------------------------------------------------------------------------------------------------
@@ -145,6 +147,11 @@ class RunningChoice:
     def ledger(self) -> common_pb2.StageLedger:
         """The stages so far; final after the end."""
         return self._ledger.build(self._clock())
+
+    @property
+    def has_tokens(self) -> bool:
+        """Its first token is there."""
+        return self._ledger.first_token_s is not None
 
     def _start(self) -> None:
         if self._started:
@@ -263,6 +270,8 @@ class RunningChoice:
                 self._events.append(NoRoute(SplitpointError(Code.NO_WORKER, "this gateway's budget for retries is spent")))
                 return
         route = self._prompt.choose(action.goals, now_s)
+        if not self._request.rounds and not isinstance(route, PairRoute):
+            self._core.pool_loads.lacking.update(self._core.router.lacking(action.goals))
         if isinstance(route, Refusal):
             self._events.append(NoRoute(route.to_error()))
             return
@@ -290,6 +299,7 @@ class RunningChoice:
             case SendPrefill():
                 request, tokens = self._legs.prefill(action, remaining_s), prompt_tokens - self._prompt.expected_cached_tokens
                 self._ledger.leg_sent(Window.PREFILL, worker.worker_id, now_s)
+                self.prompt_pool = worker.pool
             case SendPrepare():
                 # Charged already here: from now on this worker is going to have the request.
                 request, tokens = self._legs.prepare(action, remaining_s), prompt_tokens + output_tokens
@@ -297,10 +307,14 @@ class RunningChoice:
                 request, tokens = self._legs.decode(action, remaining_s), prompt_tokens + output_tokens
                 self._hand_over_charge(worker)
                 self._ledger.leg_sent(Window.DECODE, worker.worker_id, now_s)
+                self.output_pool = worker.pool
             case SendColocated():
                 request = self._legs.colocated(action, remaining_s)
                 tokens = prompt_tokens - self._prompt.expected_cached_tokens + output_tokens
                 self._ledger.leg_sent(Window.SOLO, worker.worker_id, now_s)
+                self.prompt_pool = self.output_pool = worker.pool
+        if not isinstance(action, SendPrepare):
+            self._core.pool_loads.sent(worker.pool)
         self._ledger.attempts += 1
         self._charges[action.attempt_id] = (worker.incarnation, tokens)
         self._core.router.load.charge(worker.incarnation, tokens)
@@ -385,6 +399,7 @@ class RunningChoice:
             prompt_tokens=len(self.submission.prompt_token_ids),
             output_tokens=self._request.tokens_sent,
         )
+        self._core.pool_loads.ended(self.prompt_pool, self.output_pool, message, status, self._request.tokens_sent)
         _log_end(self._log, message, status=status, error_type=error_type, output_tokens=self._request.tokens_sent)
         self._wake()
 

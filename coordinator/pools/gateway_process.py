@@ -110,6 +110,8 @@ class GatewayProcess:
             version=membership.version,
             unconnected=tuple(view.worker_id for view in ready if not membership.connected(view.incarnation)),
             open_circuits=tuple(self.core.open_circuits()),
+            loads=self.core.loads(),
+            lacking=dict(self.core.pool_loads.lacking),
         )
 
     def _requests(self) -> list[admin_pb2.RequestStatus]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -25,6 +26,8 @@ class Gateways:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self.reports: dict[str, GatewayReport] = {}
         """Of those that answered when they were asked last."""
+        self.heard_s: dict[str, float] = {}
+        """When each report came, monotonic seconds."""
         self.faults: dict[str, str] = {}
         """Why gateways cannot start, a line each."""
 
@@ -40,6 +43,7 @@ class Gateways:
         try:
             handle = await asyncio.to_thread(create_gateway, key, index, self._spec.settings, self._spec.log_dir)
             self.reports[key] = await asyncio.wait_for(handle.report.remote(), _REPORT_TIMEOUT_S)
+            self.heard_s[key] = time.monotonic()
             self.faults.pop(key, None)
         except (RayError, TimeoutError, ValueError) as error:
             self.reports.pop(key, None)

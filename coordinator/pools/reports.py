@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coordinator.config import Settings
+from coordinator.gateway.pool_loads import PoolLoad
 from coordinator.manifest import RunManifest
 from coordinator.routing.views import Role, WorkerView
 from protos.ids import WorkerId
@@ -119,6 +121,10 @@ class GatewayReport:
     unconnected: tuple[str, ...] = ()
     """Ready workers that it has no stream to yet."""
     open_circuits: tuple[str, ...] = ()
+    loads: Mapping[str, PoolLoad] = field(default_factory=dict)
+    """Its part of every pool's load, by pool."""
+    lacking: Mapping[Role, int] = field(default_factory=dict)
+    """Choices that asked for a leg of which no worker was there, since its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

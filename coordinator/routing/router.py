@@ -108,8 +108,17 @@ class Router:
             if route is not None:
                 expected = self._policy.taken(workers_of(route)[0], asked, now_s)
                 return self._tell_breakers(replace(route, expected_cached_tokens=expected), now_s)
-        detail = ", ".join(f"{name}: {count}" for name, count in sorted(reasons.items()))
-        return Refusal(message="no worker can take this request" + (f" ({detail})" if detail else ""), reasons=reasons)
+        said = [f"no worker for the {role} leg" for role in self.lacking(goals)]
+        said += [f"{name}: {count}" for name, count in sorted(reasons.items())]
+        return Refusal(message="no worker can take this request" + (f" ({', '.join(said)})" if said else ""), reasons=reasons)
+
+    def lacking(self, goals: Sequence[Goal]) -> tuple[Role, ...]:
+        """The legs that the first of `goals` wants and no ready worker is offered."""
+        if not goals or isinstance(goals[0], LocalGoal):
+            return ()
+        if isinstance(goals[0], PairGoal):
+            return tuple(role for role in (Role.PREFILL, Role.DECODE) if not self._table.by_role[role])
+        return () if any(self._tiers) else (Role.COLOCATED,)
 
     def prompt_computed(self, incarnation: Incarnation, ask: Ask, *, expected_cached_tokens: int, cached_tokens: int) -> None:
         """A worker has computed a prompt, and says how much of it was cached; its route expected so much."""

@@ -105,14 +105,17 @@ async def test_n_choices_differ_by_their_seeds_and_repeat() -> None:
         assert tuple(alone["choices"][0]["token_ids"]) == ids[1]
 
 
-async def test_no_worker_is_503_and_unavailable() -> None:
+async def test_no_worker_is_503_and_unavailable_names_the_leg_and_the_model_stays_listed() -> None:
     async with rig(prefill=0, decode=0) as made, http_server(made.under_test.core, frontend()) as client:
         assert (await client.get("/health")).status_code == 503
         response = await client.post(URL, json=BODY)
         assert (response.status_code, response.json()["error"]["reason"]) == (503, "no_worker")
         assert int(response.headers["retry-after"]) >= 1
+        assert "no worker for the prefill leg" in response.json()["error"]["message"]
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
         async with grpc_server(made.under_test.core, frontend()) as channel:
             call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(aiter(call))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no worker for the prefill leg" in (caught.value.details() or "")
