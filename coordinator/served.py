@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 READY_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 120.0
@@ -36,7 +38,7 @@ class Running:
 def served(arguments: Sequence[str], state_dir: Path, *, ready_timeout_s: float = READY_TIMEOUT_S) -> Iterator[Running]:
     """Serve with these arguments of `splitpoint serve`, its state and logs below `state_dir`; SIGTERM at the end.
 
-    Its output goes where this process's goes.
+    Its output goes where this process's goes. Meanwhile SIGTERM ends this process as `SystemExit`, so that the system ends too.
 
     Raises:
         ServeError: it did not get ready, or did not end in order.
@@ -47,22 +49,48 @@ def served(arguments: Sequence[str], state_dir: Path, *, ready_timeout_s: float 
     command = [sys.executable, "-m", "coordinator.cli", "serve", "--ready-file", str(ready), *arguments]
     command += [f"--set=coordinator.state_dir={state_dir}", *(f"--set=gateway.{n}_port=0" for n in ("http", "grpc", "admin"))]
     # A session of its own: Ctrl-C reaches the command, which then ends the system in order.
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
-    try:
-        _wait_ready(process, ready, ready_timeout_s)
-        said = json.loads(ready.read_text())
-        gateway = said["gateways"][0]
-        yield Running(process=process, model=said["model"], http=gateway["http"], grpc=gateway["grpc"], admin=gateway["admin"])
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    with _sigterm(_exit):
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+        try:
+            _wait_ready(process, ready, ready_timeout_s)
+            said = json.loads(ready.read_text())
+            gateway = said["gateways"][0]
+            yield Running(
+                process=process, model=said["model"], http=gateway["http"], grpc=gateway["grpc"], admin=gateway["admin"]
+            )
+        finally:
+            # A second SIGTERM does not cut the end short.
+            with _sigterm(signal.SIG_IGN):
+                _end(process)
     if process.returncode != 0:
         raise ServeError(f"serve ended with status {process.returncode}; its logs are below {state_dir}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _sigterm(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Handled so meanwhile; only a main thread can, and elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], ready: Path, timeout_s: float) -> None:

@@ -11,8 +11,12 @@ STEP = 1.5
 LEVEL = 0.9
 
 
-def next_rate(tried: Mapping[float, float], start_per_s: float, requests: int, level: float = LEVEL) -> float | None:
+def next_rate(
+    tried: Mapping[float, float], start_per_s: float, requests: int, level: float = LEVEL, *, ceiling_per_s: float = math.inf
+) -> float | None:
     """The rate to try after `tried` (rate to attainment, of `requests` each); None when the knee can be read off them.
+
+    At `ceiling_per_s` and above nothing can be sent on time: it is never reached.
 
     Raises:
         ValueError: `start_per_s` is not positive.
@@ -20,10 +24,10 @@ def next_rate(tried: Mapping[float, float], start_per_s: float, requests: int, l
     if start_per_s <= 0:
         raise ValueError("start_per_s must be positive")
     if not tried:
-        return start_per_s
+        return min(start_per_s, ceiling_per_s / STEP)
     low, high = min(tried), max(tried)
     if tried[high] >= level:
-        return high * STEP
+        return min(high * STEP, math.sqrt(high * ceiling_per_s))
     if tried[low] < level:
         return low / STEP
     if found(tried, requests, level) is not None:

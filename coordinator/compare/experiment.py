@@ -144,12 +144,16 @@ class Experiment(BaseModel):
         return self.model_dump(mode="json")
 
 
-def digest(experiment: Mapping[str, Any], source: Mapping[str, Any]) -> str:
-    """SHA-256 of what runs of one experiment have in common. First seeds, and what is checked beside speed, may differ."""
+def digest(experiment: Mapping[str, Any], source: Mapping[str, Any], file_sha256: str = "") -> str:
+    """SHA-256 of what runs of one experiment have in common. First seeds, and what is checked beside speed, may differ.
+
+    `file_sha256` is of the trace or prompts that the workload's `source` names, "" where it names none.
+    """
     kept = {
         key: value for key, value in experiment.items() if key not in ("workload", "first_seed", "parity_requests", "quality")
     }
-    return hashlib.sha256(json.dumps([kept, source], sort_keys=True).encode()).hexdigest()
+    found = [kept, source, *([file_sha256] if file_sha256 else [])]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def read(path: Path) -> Experiment:

@@ -188,6 +188,11 @@ class Probe:
                 outcome.ledger = {k: round(v, 6) if isinstance(v, float) else v for k, v in outcome.ledger.items()}
 
     @property
+    def ended_s(self) -> float:
+        """When its last answer had come, on the clock of `began_s`."""
+        return self.began_s + max(outcome.due_s + (outcome.e2e_s or 0.0) for outcome in self.outcomes)
+
+    @property
     def lag_p99_s(self) -> float:
         return percentile([outcome.lag_s for outcome in self.outcomes], 0.99)
 

@@ -96,6 +96,7 @@ def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
         faults=faults,
         judgement=judgement,
         client_nice=max(record.client_nice for record in records),
+        client_realtime=all(record.client_realtime for record in records),
         notes=[
             f"merged from {len(records)} records; the unloaded figures and the manifest are of the first",
             *(f"{record.started_at}: {note}" for record in records for note in record.notes),

@@ -26,13 +26,15 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningStep:
-    """One probe of the search for a candidate's knee, on a tuning seed. `chosen`: of the candidate that is compared."""
+    """One probe of the search for a candidate's knee, on a tuning seed. `chosen`: of the candidate that is compared; `void`: why
+    it tells nothing but that higher rates cannot be sent, "" when it counts."""
 
     candidate: str
     seed: int
     rate_per_s: float
     attainment: float
     chosen: bool = False
+    void: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class Record:
     arm that were found. `lengths` holds mean, p50, p95 and extremes of `input` and `output` over all seeds; `source` the
     specification that the workloads were made from, empty for the built-in one. `knees` holds, per seed, each arm's goodput or
     why there is none. `manifest` is the system's own, empty when it was not to be had. `client_nice` is the load client's
-    niceness; below 0 it ran before the system under test where both were ready.
+    niceness, `client_realtime` whether it ran before every ordinary process, and so before the system under test.
 
     Of a full comparison: `experiment` is the plan as it was read and `experiment_digest` what runs of it have in common; `arms`
     are the baseline and the others; `verdicts` is the judgement of each challenger, of which `judgement` is the first's.
@@ -88,6 +90,7 @@ class Record:
     source: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
     client_nice: int = 0
+    client_realtime: bool = False
     notes: list[str] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
     experiment: dict[str, Any] = field(default_factory=dict)

@@ -36,7 +36,7 @@ from coordinator.compare.slo import SloError, SloSpec
 from coordinator.compare.sources import Material
 from coordinator.compare.summary import arm, summarise
 from coordinator.compare.target import connect
-from coordinator.compare.undisturbed import CLIENT_NICE, prompt_client
+from coordinator.compare.undisturbed import prompt_client
 from coordinator.compare.verdict import MARGIN, judge
 from coordinator.compare.workload import PlannedRequest, Workload, WorkloadSpec, lengths, make
 
@@ -92,7 +92,7 @@ async def quick(
         WorkloadError: `material` makes no workload.
         OSError: the record cannot be written.
     """
-    with prompt_client() as nice:
+    with prompt_client() as priority:
         async with connect(target, api_key=api_key) as client:
             try:
                 model = await client.model(5.0)
@@ -111,9 +111,10 @@ async def quick(
             )
     record.manifest = manifest or {}
     record.source = {} if material is None else material.source.model_dump(mode="json")
-    record.client_nice = nice
-    if nice > CLIENT_NICE and any(probe.void for probe in record.probes):
-        record.notes.append(f"the client may not raise its priority (niceness {nice}); with that right it would be on time more")
+    record.client_nice, record.client_realtime = priority.nice, priority.realtime
+    if not priority.realtime and any(probe.void for probe in record.probes):
+        text = f"the client may not run before others (niceness {priority.nice}); with that right it would be on time more"
+        record.notes.append(text)
     if json_path is not None:
         write(record, json_path)
     return record

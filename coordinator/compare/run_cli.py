@@ -139,7 +139,7 @@ def _before(path: Path, plan: Experiment, material: Material) -> Record | None:
     if not path.exists():
         return None
     found = load(path)
-    if found.experiment_digest != digest(plan.as_dict(), material.source.model_dump(mode="json")):
+    if found.experiment_digest != digest(plan.as_dict(), material.source.model_dump(mode="json"), material.file_sha256):
         raise RecordError(f"{path}: of another experiment; name another --record, or give the plan and workload it was made with")
     return found
 
@@ -174,7 +174,7 @@ async def _measure(
 
     source = material.source.model_dump(mode="json")
     async with contextlib.AsyncExitStack() as stack:
-        nice = stack.enter_context(prompt_client())
+        priority = stack.enter_context(prompt_client())
         client = await stack.enter_async_context(ClientProcesses(gateway, api_key=api_key))
         rig: Rig = await stack.enter_async_context(AdminRig(admin)) if admin else StandingRig()
         try:
@@ -184,7 +184,7 @@ async def _measure(
 
         def save(record: Record) -> None:
             record.manifest = record.manifest or manifest
-            record.source, record.client_nice = source, nice
+            record.source, record.client_nice, record.client_realtime = source, priority.nice, priority.realtime
             record.notes = [note for note in record.notes if not note.startswith("client processes:")] + client.notes()
             for arm in record.arms:
                 arm.engine = engine_arguments(record.manifest, arm.pools)
@@ -208,7 +208,7 @@ async def _measure(
             tools,
             target=gateway,
             model=model,
-            digest=digest(plan.as_dict(), source),
+            digest=digest(plan.as_dict(), source, material.file_sha256),
             before=before,
             budget_s=budget_s,
         )

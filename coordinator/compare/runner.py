@@ -26,7 +26,7 @@ from coordinator.compare.verdict import judge
 from coordinator.compare.workload import TUNING_SEEDS_FROM
 
 TAIL_S = 5.0
-"""A probe is expected to end this long after its last arrival, until one has ended."""
+"""A probe is expected to end this long after its last arrival, until a seed has been measured."""
 UNLOADED_SHARE = 0.1
 """Of the rate where the search begins by itself."""
 OUT_OF_TIME = "out of time"
@@ -45,8 +45,8 @@ async def run(
 ) -> Record:
     """Run the experiment, or go on from the record `before`, for at most about `budget_s`. Gives the record so far.
 
-    A seed is begun only when it is expected to fit, and counts only whole; what was found on the way to the first seed is never
-    measured again.
+    A candidate is tuned and a seed begun only when it is expected to fit, and counts only whole; what was found on the way to the
+    first seed is never measured again.
 
     Raises:
         ComparisonError: an arm fails unloaded, or attains the objective at no rate; what was measured before is saved.
@@ -88,9 +88,11 @@ class _Run:
             self._save()
         record = self._record
         self._know(record)
+        record.notes = [note for note in record.notes if not note.startswith(OUT_OF_TIME)]
         for name in self._names:
             if not any(step.chosen for step in self._arm(name).tuning):
-                await self._tune(name)
+                if not await self._tune(name):
+                    return record
                 self._save()
         if not record.rates_per_s:
             chosen = [statistics.fmean(self._arm(name).tried[self._arm(name).candidate]) for name in self._names]
@@ -147,64 +149,77 @@ class _Run:
             arms=arms,
         )
 
-    async def _tune(self, name: str) -> None:
+    async def _tune(self, name: str) -> bool:
         """Every candidate's knee on the tuning seeds; the best is frozen. The search begins where the last one ended.
 
-        A candidate without a knee counts as one that serves nothing.
+        A candidate without a knee counts as one that serves nothing. False when there was no time for all of them.
         """
         experiment, arm, record = self._experiment, self._arm(name), self._whole
+        longest_s = 0.0
         for candidate in experiment.arms[name].candidates:
             if candidate in arm.tried:
                 continue
+            if self._out_of_time(f"{name}, {candidate}, is tuned", longest_s):
+                self._save()
+                return False
+            began = self._tools.now()
             self._choose(arm, candidate)
             await self._prober.warm(arm)
             steps: list[TuningStep] = []
             knees: list[float] = []
             for seed in range(TUNING_SEEDS_FROM, TUNING_SEEDS_FROM + experiment.tuning_seeds):
-                points = await self._search(arm, seed, self._start(knees))
-                steps += [TuningStep(candidate=candidate, seed=seed, rate_per_s=r, attainment=a) for r, a in points.items()]
+                found = await self._search(arm, seed, self._start(knees))
+                steps += found
+                points = {step.rate_per_s: step.attainment for step in found if not step.void}
                 knees.append(bracket.found(points, experiment.requests) or 0.0)
                 if not knees[-1]:
                     break
             arm.tried[candidate] = knees if all(knees) else [0.0] * experiment.tuning_seeds
             arm.tuning += steps
             self._save()
+            longest_s = max(longest_s, self._tools.now() - began)
         best = max(arm.tried, key=lambda candidate: statistics.fmean(arm.tried[candidate]))
         if not any(arm.tried[best]):
-            near = max(arm.tuning, key=lambda step: step.attainment)
+            near = max(arm.tuning, key=lambda step: (not step.void, step.attainment))
             raise ComparisonError(
-                f"{name}: no knee within {experiment.search_steps} rates; at best {near.attainment:.0%} meet the objective, "
-                f"at {near.rate_per_s:.3g} requests/s ({near.candidate}): change the slo or start_rate_per_s"
+                f"{name}: no knee within {experiment.search_steps} rates; "
+                + (near.void or f"at best {near.attainment:.0%} meet the objective")
+                + f", at {near.rate_per_s:.3g} requests/s ({near.candidate}): change the slo or start_rate_per_s"
             )
         self._choose(arm, best)
         arm.tuning = [replace(step, chosen=step.candidate == best) for step in arm.tuning]
         record.rates_per_s = []
+        return True
 
     def _start(self, knees: Sequence[float]) -> float:
         """Where a search begins: at the last knee that any found."""
         known = [*(rate for arm in self._whole.arms for tried in arm.tried.values() for rate in tried if rate), *knees]
         return known[-1] if known else self._experiment.start_rate_per_s or self._first_rate()
 
-    async def _search(self, arm: ArmRecord, seed: int, start: float) -> dict[float, float]:
+    async def _search(self, arm: ArmRecord, seed: int, start: float) -> list[TuningStep]:
+        """One seed's way to a knee. Where the client cannot keep its schedule, no rate as high is tried again."""
         tried: dict[float, float] = {}
+        steps: list[TuningStep] = []
+        ceiling = math.inf
         for number in range(self._experiment.search_steps):
-            rate = bracket.next_rate(tried, start, self._experiment.requests)
+            rate = bracket.next_rate(tried, start, self._experiment.requests, ceiling_per_s=ceiling)
             # At so low a rate requests hardly meet each other: what fails there fails at any.
-            if rate is None or (tried and rate < UNLOADED_SHARE * self._first_rate()):
+            if rate is None or rate >= ceiling or (steps and rate < UNLOADED_SHARE * self._first_rate()):
                 break
             text = f"tuning {arm.name}, {arm.candidate}, {rate:.3g} requests/s, step {number + 1}"
             probe = (await self._prober.send(Turn(seed, rate, arm.name, 0), text, share=0.0, left_s=None))[-1]
+            attained = probe.attainment(self._whole.slo)
+            steps.append(TuningStep(candidate=arm.candidate, seed=seed, rate_per_s=rate, attainment=attained, void=probe.void))
             if probe.void:
-                raise ComparisonError(f"{text}: {probe.void}")
-            tried[rate] = probe.attainment(self._whole.slo)
-        return tried
+                ceiling = rate
+            else:
+                tried[rate] = attained
+        return steps
 
     async def _seeds(self) -> None:
         experiment, record = self._experiment, self._whole
         done = {entry["seed"] for entry in record.knees}
         last = experiment.looks[-1]
-        spent_s: list[float] = []
-        record.notes = [note for note in record.notes if not note.startswith(OUT_OF_TIME)]
         # A seed whose rates miss a knee gives no ratio; some more may take the place of such.
         for place in range(experiment.seeds):
             if judged.settled(record.verdicts) or min((found.seeds for found in record.verdicts.values()), default=0) >= last:
@@ -212,15 +227,11 @@ class _Run:
             seed = experiment.first_seed + place
             if seed in done:
                 continue
-            expected_s = max(spent_s, default=self._expected_seed_s())
-            left_s = self._budget_s - (self._tools.now() - self._began)
-            if expected_s > left_s:
-                note = f"{OUT_OF_TIME} before seed {seed}: it takes about {expected_s:.0f} s, {max(0.0, left_s):.0f} s were left"
-                record.notes = [*record.notes, note]
+            expected_s = max(map(self._seed_s, done), default=self._expected_seed_s())
+            if self._out_of_time(f"seed {seed}", expected_s):
                 break
-            began = self._tools.now()
             await self._seed(seed, place, last, expected_s)
-            spent_s.append(self._tools.now() - began)
+            done.add(seed)
         self._judge()
         self._save()
 
@@ -294,6 +305,20 @@ class _Run:
         base = self._whole.unloaded[0].e2e
         assert base is not None  # calibration refuses a baseline without one
         return 2 / base.p50
+
+    def _out_of_time(self, before: str, needed_s: float) -> bool:
+        """Whether less is left than `needed_s`; then a note says so."""
+        left_s = self._budget_s - (self._tools.now() - self._began)
+        if needed_s <= left_s and left_s > 0:
+            return False
+        note = f"{OUT_OF_TIME} before {before}: it takes about {needed_s:.0f} s, {max(0.0, left_s):.0f} s were left"
+        self._whole.notes = [*self._whole.notes, note]
+        return True
+
+    def _seed_s(self, seed: int) -> float:
+        """How long a measured seed took, in this run or another: its probes ran on one clock."""
+        own = [probe for probe in self._whole.probes if probe.seed == seed]
+        return max(probe.ended_s for probe in own) - min(probe.began_s for probe in own)
 
     def _expected_seed_s(self) -> float:
         probes = 2 * len(self._names)

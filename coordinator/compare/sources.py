@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -87,12 +88,13 @@ _ADAPTER: TypeAdapter[Synthetic | Trace | Prompts] = TypeAdapter(Source)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Material:
-    """A specification and what its files hold."""
+    """A specification and what its files hold; `file_sha256` is of the trace or the prompts, "" where there are none."""
 
     source: Synthetic | Trace | Prompts
     rows: tuple[Row, ...] = ()
     prompts: tuple[Prompt, ...] = ()
     encode: Encode | None = None
+    file_sha256: str = ""
 
     def shapes(self, seed: int, requests: int | None = None) -> Shapes:
         """One seed's workload, of `requests` instead of the specification's where given. Raises `WorkloadError`."""
@@ -160,10 +162,12 @@ def read(path: Path, sets: Sequence[str] = ()) -> Material:
     if isinstance(source, Synthetic):
         return Material(source)
     file = path.parent / source.file
+    text = _text(file)
+    file_sha256 = hashlib.sha256(text.encode()).hexdigest()
     try:
         if isinstance(source, Trace):
-            return Material(source, rows=tuple(parse_trace(_text(file))))
-        found = tuple(parse_prompts(_text(file)))
+            return Material(source, rows=tuple(parse_trace(text)), file_sha256=file_sha256)
+        found = tuple(parse_prompts(text))
     except WorkloadError as error:
         raise WorkloadError(f"{file}: {error}") from error
     encode = None
@@ -171,7 +175,7 @@ def read(path: Path, sets: Sequence[str] = ()) -> Material:
         if source.tokenizer is None:
             raise WorkloadError("tokenizer: is needed, the file has prompts as text")
         encode = _tokenizer(path.parent / source.tokenizer)
-    return Material(source, prompts=found, encode=encode)
+    return Material(source, prompts=found, encode=encode, file_sha256=file_sha256)
 
 
 Made = list[RequestShape]

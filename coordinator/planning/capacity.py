@@ -17,6 +17,7 @@ MIN_SEEDS = 3
 MAX_REPLICAS = 1_000_000
 """Beyond this a value was mistyped."""
 ARMS = ("split", "colocated")
+"""Of a record that names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +145,10 @@ def measured_rate(record: Mapping[str, Any], arm: str) -> Measured:
     Raises:
         RefusedValueError: no such arm; no seed with a goodput; or the record lacks what a plan needs.
     """
-    if arm not in ARMS:
-        raise RefusedValueError("--arm", f"must be one of {', '.join(ARMS)}, got {arm!r}")
+    named = record.get("arms")
+    arms = [each.get("name", "") for each in named if isinstance(each, Mapping)] if isinstance(named, list) and named else ARMS
+    if arm not in arms:
+        raise RefusedValueError("--arm", f"must be one of {', '.join(arms)}, got {arm!r}")
     try:
         knees = [entry[arm] for entry in record["knees"]]
         rates = [float(entry["rate_per_s"]) for entry in knees if entry["rate_per_s"] is not None]

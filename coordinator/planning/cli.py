@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from fractions import Fraction
@@ -78,7 +79,7 @@ def capacity(
         float | None, typer.Option(help="Requests/s of one replica within the SLO; or give --record.")
     ] = None,
     record: Annotated[Path | None, typer.Option(metavar="FILE", help="A record of `compare`: its system is one replica.")] = None,
-    arm: Annotated[str, typer.Option(help="Of the record: split or colocated.")] = "split",
+    arm: Annotated[str, typer.Option(help="One of the record's arms.")] = "split",
     input_tokens: Annotated[float | None, typer.Option(help="Expected mean prompt length; needed with --record.")] = None,
     output_tokens: Annotated[float | None, typer.Option(help="Expected mean output length; needed with --record.")] = None,
     accept_other_mix: Annotated[
@@ -146,9 +147,10 @@ def _config(model: Path | None) -> dict[str, Any] | None:
 
 def _json(option: str, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RefusedValueError(option, f"{path}: {error.strerror}") from error
+        data = path.read_bytes()
+        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (OSError, EOFError) as error:
+        raise RefusedValueError(option, f"{path}: {getattr(error, 'strerror', None) or error}") from error
     except ValueError as error:
         raise RefusedValueError(option, f"{path}: not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shlex
 from fractions import Fraction
@@ -237,6 +238,23 @@ class TestRecord:
     def test_counted_lengths_go_before_the_ranges(self) -> None:
         counted = {**record(4.0), "lengths": {"input": {"mean": 10.0}, "output": {"mean": 20.0}}}
         assert measured_rate(counted, "split").mix == LengthMix(input_tokens=10, output_tokens=20)
+
+    def test_arms_are_called_what_the_record_calls_them_and_it_may_be_compressed(self, tmp_path: Path) -> None:
+        named = record(4.0)
+        named["arms"] = [{"name": "two-colocated"}, {"name": "split"}]
+        for entry in named["knees"]:
+            entry["two-colocated"] = {"rate_per_s": 5.0, "why": ""}
+        assert measured_rate(named, "two-colocated").rate_per_s == pytest.approx(5.0)
+        with pytest.raises(RefusedValueError, match="one of two-colocated, split, got 'colocated'"):
+            measured_rate(named, "colocated")
+        path = tmp_path / "record.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(named).encode()))
+        options = ["--rate=10", f"--record={path}", "--arm=two-colocated", "--input-tokens=2000", "--output-tokens=128"]
+        done = run("capacity", *options, "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["replica_rate_per_s"] == pytest.approx(5.0)
+        path.write_bytes(gzip.compress(b"{}")[:-9])
+        assert "Compressed file ended" in run("capacity", *options).output
 
     @pytest.mark.parametrize(("arm", "found"), [("both", record(1.0)), ("split", record(None)), ("split", {"knees": 3})])
     def test_what_is_no_measurement(self, arm: str, found: dict[str, Any]) -> None:

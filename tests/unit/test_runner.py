@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.compare import bracket, judged, runner
+from coordinator.compare import bracket, judged, prober, runner
 from coordinator.compare.blocks import schedule
 from coordinator.compare.experiment import Experiment, ExperimentError, check, digest, read
-from coordinator.compare.load import ArmTarget, Piece, RequestFailedError
+from coordinator.compare.load import ArmTarget, Piece, Probe, RequestFailedError, run_probe
 from coordinator.compare.merge import MergeError, merge, other_system
 from coordinator.compare.proof.virtual_time import run_virtual
 from coordinator.compare.record import Record
@@ -109,6 +109,8 @@ def experiment(**changes: Any) -> Experiment:
     return check({**plan, **changes})
 
 
+TUNED_S = 200.0
+"""Tuning takes 179 s of it, a seed more than 100."""
 SERVERS = {"c2": 2, "c4": 4, "c3": 3, "s3": 3, "s6": 6, "s5": 5}
 
 
@@ -220,7 +222,7 @@ def test_an_arm_that_was_not_tuned_decides_nothing() -> None:
 
 def test_a_run_goes_on_where_the_last_one_ended() -> None:
     plan = experiment()
-    first = measure(plan, budget_s=1.0)
+    first = measure(plan, budget_s=TUNED_S)
     assert first.record.knees == []
     assert first.record.judgement.verdict is Verdict.UNDECIDED
     assert any("out of time before seed 1" in note for note in first.record.notes)
@@ -236,11 +238,57 @@ def test_a_run_goes_on_where_the_last_one_ended() -> None:
 def test_a_run_that_ends_between_seeds_keeps_whole_seeds_and_no_look_is_taken_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "TAIL_S", 0.0)
     plan = experiment(looks=[3, 4])
-    first = measure(plan, before=measure(plan, budget_s=1.0).record, budget_s=130.0).record
+    first = measure(plan, before=measure(plan, budget_s=TUNED_S).record, budget_s=130.0).record
     assert 0 < len(first.knees) < 3
     assert first.judgement.verdict is Verdict.UNDECIDED
     assert len(first.probes) == 16 * len(first.knees)
     assert measure(plan, before=first).record.judgement.seeds >= 3
+
+
+def test_a_run_may_end_between_candidates_and_none_is_tuned_again() -> None:
+    plan = experiment()
+    first = measure(plan, budget_s=70.0)
+    assert list(first.record.arms[0].tried) == ["one"]
+    assert first.record.notes == ["out of time before colocated, two, is tuned: it takes about 57 s, 11 s were left"]
+    whole = measure(plan, before=first.record)
+    assert "c2" not in {pools for pools, _ in whole.servers.asked}
+    assert whole.record.judgement.verdict is Verdict.SPLIT
+    assert not any("out of time" in note for note in whole.record.notes)
+
+
+def test_a_measured_seed_says_how_long_the_next_one_takes(usual: Ran) -> None:
+    part = dataclasses.replace(usual.record, experiment=experiment().as_dict(), **_cut(usual.record, 1), verdicts={}, notes=[])
+    # By its schedule, with `TAIL_S` for each of 16 probes, it would take more than this.
+    gone_on = measure(experiment(), before=part, budget_s=130.0).record
+    assert [entry["seed"] for entry in gone_on.knees] == [1, 2]
+    assert any("out of time before seed 3: it takes about 1" in note for note in gone_on.notes)
+
+
+def test_a_rate_that_cannot_be_sent_on_time_is_not_tried_again_while_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[float] = []
+
+    def late_from(rate: float) -> None:
+        async def run_late(*args: Any, **more: Any) -> Probe:
+            probe = await run_probe(*args, **more)
+            sent.append(probe.rate_per_s)
+            if probe.rate_per_s >= rate and probe.seed >= TUNING_SEEDS_FROM:
+                probe.void = "the client fell behind"
+            return probe
+
+        monkeypatch.setattr(prober, "run_probe", run_late)
+
+    late_from(40.0)
+    record = measure(experiment(start_rate_per_s=90.0)).record
+    assert sent[:5] == [90.0, 90.0, 60.0, 60.0, 40.0]
+    steps = record.arms[0].tuning
+    assert [(step.rate_per_s, step.void) for step in steps[:2]] == [
+        (90.0, "the client fell behind"),
+        (60.0, "the client fell behind"),
+    ]
+    assert record.judgement.verdict is Verdict.SPLIT
+    late_from(0.1)
+    with pytest.raises(ComparisonError, match="colocated: no knee within 8 rates; the client fell behind, at"):
+        measure(experiment())
 
 
 def test_the_first_arm_of_a_block_changes_from_seed_to_seed(usual: Ran) -> None:
@@ -345,6 +393,7 @@ def test_what_makes_runs_one_experiment() -> None:
     assert digest(plan.as_dict(), source) == digest(same.as_dict(), source)
     assert digest(plan.as_dict(), source) != digest(experiment(requests=400).as_dict(), source)
     assert digest(plan.as_dict(), source) != digest(plan.as_dict(), {"kind": "trace"})
+    assert digest(plan.as_dict(), source, "a") != digest(plan.as_dict(), source, "b")
 
 
 def test_the_search_steps_up_or_down_until_the_knee_lies_between_two_rates() -> None:
@@ -353,6 +402,8 @@ def test_the_search_steps_up_or_down_until_the_knee_lies_between_two_rates() -> 
     assert bracket.next_rate({2.0: 0.5}, 2.0, 100) == pytest.approx(4 / 3)
     assert bracket.next_rate({2.0: 0.95, 3.0: 0.6}, 2.0, 100) is None
     assert bracket.next_rate({2.0: 1.0, 3.0: 0.0}, 2.0, 100) == pytest.approx(6**0.5)
+    assert bracket.next_rate({}, 2.0, 100, ceiling_per_s=2.0) == pytest.approx(4 / 3)
+    assert bracket.next_rate({2.0: 0.95}, 2.0, 100, ceiling_per_s=2.5) == pytest.approx(5**0.5)
     assert 2 < (bracket.found({2.0: 0.95, 3.0: 0.6}, 100) or 0) < 3
     assert bracket.found({2.0: 0.5}, 100) is None
     assert bracket.found({}, 100) is None
@@ -377,7 +428,7 @@ def test_arms_that_are_costly_to_change_run_all_rates_at_once() -> None:
 
 def test_runs_with_seeds_of_their_own_merge_into_one_verdict() -> None:
     plan = experiment()
-    tuned = measure(plan, budget_s=1.0).record
+    tuned = measure(plan, budget_s=TUNED_S).record
     parts = []
     for first_seed in (1, 3):
         part = plan.model_copy(update={"first_seed": first_seed, "looks": (2,)})
@@ -452,7 +503,7 @@ def test_a_candidate_without_a_knee_counts_as_one_that_serves_nothing() -> None:
 
 def test_a_system_that_is_gone_ends_the_run_and_spoils_no_seed() -> None:
     plan = experiment(looks=[3])
-    tuned = measure(plan, budget_s=1.0).record
+    tuned = measure(plan, budget_s=TUNED_S).record
     with pytest.raises(ComparisonError, match="every request failed: UNAVAILABLE"):
         measure(plan, before=tuned, broken="s6")
     assert tuned.knees == []

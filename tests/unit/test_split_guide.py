@@ -130,7 +130,7 @@ def test_from_the_workload_to_the_plan(folder: Path, capfd: pytest.CaptureFixtur
     record = json.loads((folder / "runs" / "decode-heavy.json").read_text())
     assert record["kind"] == "full"
     assert {arm["name"]: arm["candidate"] for arm in record["arms"]} == {"colocated": "chunk-256", "split": "chunk-256"}
-    assert len(record["knees"]) >= 5
+    assert len(record["knees"]) >= 3
     assert record["judgement"]["verdict"] in ("split", "undecided"), "the split queue has a quarter more servers"
     pages = sorted(path.name for path in (folder / "runs").glob("*.html"))
     assert pages == sorted([*re.findall(r"runs/([\w.-]+\.html)", CHAPTER), "map.html"]), "the map's stands beside its JSON"

@@ -189,12 +189,15 @@ def configurations(record: Record) -> list[dict[str, Any]]:
                 for name, rates in arm.tried.items()
             ],
             "tuning": [
-                [step["candidate"], str(step["seed"]), f"{step['rate_per_s']:.3g}/s", f"{step['attainment']:.1%}"]
-                for step in arm.tuning
+                [step["candidate"], str(step["seed"]), f"{step['rate_per_s']:.3g}/s", _attained(step)] for step in arm.tuning
             ],
         }
         for arm in arms_of(record)
     ]
+
+
+def _attained(step: Record) -> str:
+    return f"void: {step['void']}" if step.get("void") else f"{step['attainment']:.1%}"
 
 
 def _described(arm: Arm) -> str:
