@@ -301,6 +301,9 @@ async def test_a_failed_pull_leaves_the_transfer_to_a_decode_that_computes_the_p
     async with pair_of(wire=wire, decode_settings=DecodeSettings(staging_wait_s=0.1), staging_blocks=8) as pair:
         expected, _ = await pair.colocated(PROMPT, SAMPLING)
         blocker = await prepare_pulling(pair, LONG_S)  # seven of eight blocks of receive staging
+        async with asyncio.timeout(20):
+            while wire and not (await pair.d.server.rank_status(5))[0].receive.used_bytes:  # noqa: ASYNC110 - another thread's
+                await asyncio.sleep(0.01)
         grant = new_grant()
         refused = await pair.to_d.send(prepare=prepare_leg(PROMPT, pair.p, grant))
         assert failure(await pair.to_d.event(refused)).code is Code.STAGING_FULL
