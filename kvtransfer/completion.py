@@ -89,16 +89,29 @@ class Completer:
 
     async def unneeded(self, request: pb.PullRequest, endpoint: pb.RankEndpoint) -> None:
         """Tell a sender whose heads others hold too that nobody will fetch. Only after a delivery: by then it has its lease."""
+        self._rt.metrics.event("sender_unneeded")
+        await self._nobody_comes(request, endpoint, "unneeded")
+
+    async def too_late(self, request: pb.PullRequest) -> None:
+        """The transfer was over here before its pull came, so nobody asked the senders and nobody will: their leases end now and
+        not by their deadlines."""
         rt = self._rt
-        rt.metrics.event("sender_unneeded")
-        message = pb.CompleteRequest(grant=request.grant, outcome="unneeded", receiver_rank=rt.rank)
+        rt.metrics.event("senders_told_of_late_pull")
+        senders = list(request.senders) or [request.sender]
+        alike = len(senders) == max(1, len(request.receivers)) and rt.rank < len(senders)
+        for endpoint in senders[rt.rank : rt.rank + 1] if alike else senders:
+            await self._nobody_comes(request, endpoint, "late pull")
+
+    async def _nobody_comes(self, request: pb.PullRequest, endpoint: pb.RankEndpoint, outcome: str) -> None:
+        rt = self._rt
+        message = pb.CompleteRequest(grant=request.grant, outcome=outcome, receiver_rank=rt.rank)
         try:
-            async with self._rt.peers.use(endpoint) as (stub, _):
+            async with rt.peers.use(endpoint) as (stub, _):
                 try:
                     await stub.Complete(message, timeout=COMPLETE_TIMEOUT_S)
                 except grpc.aio.AioRpcError as exc:
                     raise from_rpc_error(exc) from exc
         except SplitpointError as error:
             rt.metrics.event("complete_failed")
-            text = "transfer %s: %s did not hear that it is unneeded: %s"
-            logger.warning(text, request.grant.transfer_id.hex(), endpoint.address, error)
+            text = "transfer %s: %s did not hear %r: %s"
+            logger.warning(text, request.grant.transfer_id.hex(), endpoint.address, outcome, error)

@@ -18,6 +18,7 @@ from kvtransfer.rearrange import clear_beyond, fit_blocks
 from kvtransfer.rpc import is_peer_lost
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.session import ReceiveSession, RejectedChunkError, SessionEvent
+from kvtransfer.sessions import LATE_PULL
 from kvtransfer.sources import Source, Sources, find_sources
 from kvtransfer.transports.base import AsksItself, ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
 from kvtransfer.waiting import Copies, all_or_first_failure
@@ -59,6 +60,8 @@ class Puller:
         with rt.lock:
             session = rt.sessions.adopt(transfer_id) or rt.sessions.open(transfer_id, expires_at=expires_at, now=now)
         if isinstance(session, Refusal):
+            if session.reason == LATE_PULL:
+                rt.tasks.spawn(f"late pull {transfer_id.hex()}", self._completer.too_late(request))
             raise rt.refusal(session)
         rt.metrics.started(request.transport)
         task = rt.pulls[transfer_id] = asyncio.create_task(self._run(request, session, now + request.remaining_s))

@@ -10,6 +10,9 @@ from kvtransfer.machine import Refusal, Tombstones
 from kvtransfer.session import RECEIVE, SCATTER, Expected, ReceiveSession, SessionEvent, SessionState
 from kvtransfer.staging import Slot, SlotHold, Staging
 
+LATE_PULL = "late_pull"
+"""Why a pull of a transfer that is over is refused."""
+
 
 class SessionTable:
     def __init__(self, staging: Staging, *, max_tombstones: int = 4096) -> None:
@@ -40,7 +43,7 @@ class SessionTable:
             return self._refuse("duplicate_pull", "this transfer is already being pulled")
         ended = self.tombstones.get(transfer_id)
         if ended is not None:
-            return self._refuse("late_pull", f"this transfer is already over: {ended}")
+            return self._refuse(LATE_PULL, f"this transfer is already over: {ended}")
         session = self._live[transfer_id] = ReceiveSession(transfer_id, expires_at=expires_at, now=now)
         return session
 

@@ -77,6 +77,17 @@ async def test_release_on_the_receiver_ends_the_pull_and_the_senders_lease(pair:
     await pair.settled()
 
 
+async def test_a_pull_that_comes_after_its_release_ends_the_senders_lease(pair: NodePair) -> None:
+    """Nobody asked the sender, so only the pull that was refused knows of it."""
+    transfer = pair.transfer(64)
+    await transfer.reserve(remaining_s=60.0)
+    assert await pair.receive_control.release(transfer.id, "client_left") is False
+    error = await error_of(transfer.pull())
+    assert error.code is Code.TRANSFER_REFUSED
+    await pair.settled()
+    assert pair.senders[0].counters()["lease.released"] == 1
+
+
 async def test_cancelling_a_pull_ends_it_everywhere(pair: NodePair) -> None:
     transfer = pair.transfer(64)
     await transfer.reserve()
