@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+from coordinator import path_model
 from coordinator.gateway.config import GatewaySettings
 from coordinator.routing.views import Role
 from decode.config import DecodeSettings
@@ -239,7 +240,20 @@ def load(
         raise ConfigError(_problems(error, Settings, "", origins)) from error
     engine = settings.engine.model_copy(update={"model_path": settings.engine.model_path.expanduser().absolute()})
     coordinator = settings.coordinator.model_copy(update={"state_dir": settings.coordinator.state_dir.expanduser().absolute()})
-    return settings.model_copy(update={"engine": engine, "coordinator": coordinator})
+    return settings.model_copy(update={"engine": engine, "coordinator": coordinator, "gateway": _with_model(settings, origins)})
+
+
+def _with_model(settings: Settings, origins: Mapping[str, str]) -> GatewaySettings:
+    """The gateway's settings with the whole path of the prediction model of path `auto`, which can be read."""
+    gateway, file = settings.gateway, settings.gateway.auto.model_file
+    if file is None:
+        return gateway
+    file = file.expanduser().absolute()
+    try:
+        path_model.read(file)
+    except path_model.PathModelError as error:
+        raise ConfigError([f"gateway.auto.model_file: {error}{_given(origins, 'gateway.auto.model_file')}"]) from error
+    return gateway.model_copy(update={"auto": gateway.auto.model_copy(update={"model_file": file})})
 
 
 def load_pools(file: Path) -> tuple[dict[str, PoolSettings], list[str]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from coordinator.request_actions import (
     AbortLeg,
@@ -105,6 +106,16 @@ class Request:
     def story(self) -> list[str]:
         """The last events, oldest first, for the log line of a fault."""
         return list(self._story)
+
+    def take_path(self, path: str) -> None:
+        """Of a request that has not started: it is to take this path.
+
+        Raises:
+            InvalidTransition: it has.
+        """
+        if self.state is not State.NEW:
+            raise InvalidTransition(self.state, f"take_path {path}", self._story)
+        self.spec = replace(self.spec, path=path)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event.

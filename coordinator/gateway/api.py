@@ -19,8 +19,8 @@ from protos.splitpoint.v1 import common_pb2
 class Submission:
     """One choice of one public request, validated and tokenised.
 
-    `path` and `transport` are None, `pools` and `session` empty, when the client did not ask. `deadline_s` is the time left
-    from now.
+    `path`, `transport` and the objectives are None, `pools` and `session` empty, when the client did not ask.
+    `deadline_s` is the time left from now.
     `received_s` is the gateway's monotonic clock when the public request arrived, for TTFT and the ledger.
     """
 
@@ -34,6 +34,8 @@ class Submission:
     transport: str | None = None
     pools: frozenset[str] = frozenset()
     session: str = ""
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

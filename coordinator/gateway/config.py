@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coordinator.gateway.client_config import WorkerClientSettings
-from coordinator.routing.config import RoutingSettings
+from coordinator.routing.auto import AUTO, PATHS
+from coordinator.routing.config import AutoPathSettings, RoutingSettings
 
 
 class GatewaySettings(BaseModel):
@@ -23,7 +24,7 @@ class GatewaySettings(BaseModel):
     admin_port: int = Field(50052, ge=0, le=65535)
 
     served_model_name: str | None = Field(None, description="None: the engine's own `served_model_name`.")
-    default_path: Literal["split", "colocated"] = "split"
+    default_path: Literal["split", "colocated", "auto"] = "split"
     default_deadline_s: PositiveFloat = Field(600.0, description="For requests that bring no deadline of their own.")
     max_deadline_s: PositiveFloat = Field(3600.0, description="A longer deadline is cut (gRPC) or refused (header).")
     retry_budget: NonNegativeInt = Field(2, description="Further routes one request may take, before and after its first token.")
@@ -53,5 +54,17 @@ class GatewaySettings(BaseModel):
     grpc_reflection: bool = True
     grpc_keepalive_min_ping_ms: PositiveInt = 10_000
     routing: RoutingSettings = RoutingSettings()
+    auto: AutoPathSettings = AutoPathSettings()
     worker_client: WorkerClientSettings = WorkerClientSettings()
     readiness_poll_s: PositiveFloat = Field(0.2, description="How often a health watch looks at the core.")
+
+    @model_validator(mode="after")
+    def _auto_has_a_model(self) -> GatewaySettings:
+        if self.default_path == AUTO and self.auto.model_file is None:
+            raise ValueError('auto.model_file is missing: default_path "auto" predicts from it')
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Those that a request may name."""
+        return PATHS if self.auto.model_file is None else (*PATHS, AUTO)

@@ -6,16 +6,18 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from coordinator.gateway.api import Submission
+from coordinator.gateway.auto_path import AutoPaths
 from coordinator.gateway.config import GatewaySettings
 from coordinator.gateway.generation import RunningChoice
 from coordinator.gateway.membership import Membership
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.pool_loads import PoolLoad, PoolLoads
+from coordinator.routing.auto import SPLIT, StepTimes
 from coordinator.routing.breaker import PairKey
 from coordinator.routing.retry_budget import RetryBudget
 from coordinator.routing.router import Router
@@ -30,7 +32,7 @@ class GatewayCore:
 
     `transports` are in order of preference, for requests that do not say; with `follow_workers` the order that all workers
     advertise goes before it. `clock` is monotonic seconds, the one that
-    `Submission.received_s` is taken from.
+    `Submission.received_s` is taken from. `step_times` are what path `auto` predicts from; None: there is no such path.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class GatewayCore:
         follow_workers: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        step_times: Mapping[str, StepTimes] | None = None,
     ) -> None:
+        """Raises `ValueError` where the settings have path `auto` and there are no `step_times`."""
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
         self.router = Router(settings.routing, rng or random.Random(), transports=transports, follow_workers=follow_workers)
+        self.paths = AutoPaths(settings, self.router, metrics, step_times)
         self.membership = Membership(self.router, settings.worker_client, clock=clock, on_event=metrics.event)
         self.retries = RetryBudget(share=settings.retry_share, reserve=settings.retry_reserve)
         self.pool_loads = PoolLoads()
@@ -66,7 +71,7 @@ class GatewayCore:
         workers = {role: any(connected(v.incarnation) for v in self.router.ready_workers(role)) for role in Role}
         if workers[Role.COLOCATED] or (self.router.has_pair() and workers[Role.PREFILL] and workers[Role.DECODE]):
             return True
-        return self.settings.default_path == "colocated" and workers[Role.DECODE]
+        return self.settings.default_path != SPLIT and workers[Role.DECODE]
 
     @property
     def in_flight(self) -> int:
@@ -106,6 +111,7 @@ class GatewayCore:
     def refresh_gauges(self) -> None:
         """Bring the gauges that nobody pushes up to date; called before an exposition."""
         self.metrics.in_flight(self.in_flight)
+        self.paths.refresh(frozenset(view.incarnation for view in self.membership.views))
         now_s, applied_s = self.clock(), self.membership.applied_s
         self.metrics.fleet(
             membership_age_s=math.inf if applied_s is None else now_s - applied_s,

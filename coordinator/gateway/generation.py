@@ -46,6 +46,7 @@ from coordinator.request_actions import (
     Start,
 )
 from coordinator.request_states import TERMINAL
+from coordinator.routing.auto import AUTO, SPLIT, Decision
 from coordinator.routing.goals import PairRoute, Refusal, Route
 from coordinator.routing.router import TRANSPORT_DOWNGRADED
 from coordinator.routing.views import WorkerView
@@ -93,6 +94,7 @@ class RunningChoice:
             reads_cache=submission.sampling.prompt_logprobs is None,
         )
         self._ledger = LedgerRecorder(received_s=submission.received_s, path=path)
+        self._decision: Decision | None = None
         self._charges: dict[AttemptId, tuple[Incarnation, int]] = {}
         self._events: deque[Event] = deque()
         self._handling = False
@@ -165,7 +167,19 @@ class RunningChoice:
             self._feed(DeadlinePassed())
             return
         self._timer = asyncio.get_running_loop().call_later(remaining_s, self._feed, DeadlinePassed())
+        if self._request.spec.path == AUTO:
+            self._take_path()
         self._feed(Start())
+
+    def _take_path(self) -> None:
+        decision = self._decision = self._core.paths.decide(self.submission, self._prompt.ask, self._clock())
+        # Where no worker can take it on either path, routing says why.
+        path = self._ledger.path = decision.path if decision is not None else SPLIT
+        self._request.take_path(path)
+        if decision is not None:
+            predicted = decision.predicted[path]
+            self._ledger.path_reason = decision.why
+            self._ledger.predicted_ttft_s, self._ledger.predicted_tpot_s = predicted.ttft_s, predicted.tpot_s
 
     # Events in, actions out -----------------------------------------------------------------------------------------------
 
@@ -214,15 +228,18 @@ class RunningChoice:
             return
         match event.WhichOneof("event"):
             case "sealed":
+                self._core.paths.phases.computed(event.attempt_id, self._arrived_s)
                 self._prompt.computed(event.sealed.first.cached_tokens)
                 self._ledger.tokens_arrived(self._arrived_s)
                 self._ledger.leg_ended(self._arrived_s, event.sealed.times)
             case "staged":
                 self._ledger.staged(self._arrived_s, event.staged)
             case "tokens":
+                self._core.paths.phases.computed(event.attempt_id, self._arrived_s)
                 self._prompt.computed(event.tokens.cached_tokens)
                 self._ledger.tokens_arrived(self._arrived_s)
             case "finished":
+                self._core.paths.phases.computed(event.attempt_id, self._arrived_s)
                 self._prompt.computed(event.finished.last.cached_tokens)
                 self._ledger.tokens_arrived(self._arrived_s)
                 self._ledger.leg_ended(self._arrived_s, event.finished.times)
@@ -294,10 +311,13 @@ class RunningChoice:
         remaining_s = self._deadline_s - now_s
         worker = action.worker
         prompt_tokens = len(self.submission.prompt_token_ids)
+        uncached_tokens = prompt_tokens - self._prompt.expected_cached_tokens
         output_tokens = self.submission.sampling.max_tokens
+        phases = self._core.paths.phases
         match action:
             case SendPrefill():
-                request, tokens = self._legs.prefill(action, remaining_s), prompt_tokens - self._prompt.expected_cached_tokens
+                request, tokens = self._legs.prefill(action, remaining_s), uncached_tokens
+                phases.prompt_sent(action.attempt_id, worker.incarnation, tokens, decodes=False)
                 self._ledger.leg_sent(Window.PREFILL, worker.worker_id, now_s)
                 self.prompt_pool = worker.pool
             case SendPrepare():
@@ -306,11 +326,12 @@ class RunningChoice:
             case SendDecode():
                 request, tokens = self._legs.decode(action, remaining_s), prompt_tokens + output_tokens
                 self._hand_over_charge(worker)
+                phases.decode_sent(action.attempt_id, worker.incarnation)
                 self._ledger.leg_sent(Window.DECODE, worker.worker_id, now_s)
                 self.output_pool = worker.pool
             case SendColocated():
-                request = self._legs.colocated(action, remaining_s)
-                tokens = prompt_tokens - self._prompt.expected_cached_tokens + output_tokens
+                request, tokens = self._legs.colocated(action, remaining_s), uncached_tokens + output_tokens
+                phases.prompt_sent(action.attempt_id, worker.incarnation, uncached_tokens, decodes=True)
                 self._ledger.leg_sent(Window.SOLO, worker.worker_id, now_s)
                 self.prompt_pool = self.output_pool = worker.pool
         if not isinstance(action, SendPrepare):
@@ -374,6 +395,7 @@ class RunningChoice:
                 self._charges[attempt_id] = (incarnation, 0)
 
     def _discharge(self, attempt_id: AttemptId) -> None:
+        self._core.paths.phases.over(attempt_id)
         charge = self._charges.pop(attempt_id, None)
         if charge is not None:
             self._core.router.load.discharge(*charge)
@@ -392,6 +414,8 @@ class RunningChoice:
         ledger.finished(now_s)
         message = ledger.build(now_s)
         self._core.ended(self)
+        if self._decision is not None and status == "ok" and self._request.rounds == 1:
+            self._core.paths.answered(self._decision, self.submission, ledger, self._request.tokens_sent)
         self._core.metrics.choice_ended(
             message,
             status=status,

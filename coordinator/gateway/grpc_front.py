@@ -191,6 +191,7 @@ def _metadata(context: Context, frontend: FrontEnd) -> Metadata:
         context.invocation_metadata() or (),
         max_deadline_s=frontend.settings.max_deadline_s,
         transports=frontend.transports,
+        paths=frontend.settings.paths,
     )
     remaining_s = context.time_remaining()
     if remaining_s is None:

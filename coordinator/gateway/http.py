@@ -81,6 +81,7 @@ class GenerationEndpoint:
             ((name.decode("latin-1").lower(), value) for name, value in headers),
             max_deadline_s=settings.max_deadline_s,
             transports=self._frontend.transports,
+            paths=settings.paths,
         )
         client_request_id = metadata.client_request_id or label
         exchange.headers = [(b"x-request-id", client_request_id.encode())]

@@ -36,6 +36,10 @@ class LedgerRecorder:
 
     received_s: float
     path: str = ""
+    path_reason: str = ""
+    """Of path `auto`: why this one. Its predictions follow."""
+    predicted_ttft_s: float = 0.0
+    predicted_tpot_s: float = 0.0
     transport: str = ""
     transport_downgraded: bool = False
     attempts: int = 0
@@ -155,6 +159,9 @@ class LedgerRecorder:
         e2e_s = end_s - self.received_s
         return common_pb2.StageLedger(
             path=self.path,
+            path_reason=self.path_reason,
+            predicted_ttft_s=self.predicted_ttft_s,
+            predicted_tpot_s=self.predicted_tpot_s,
             transport=self.transport,
             transport_downgraded=self.transport_downgraded,
             e2e_s=e2e_s,

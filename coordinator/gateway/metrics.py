@@ -14,6 +14,7 @@ from coordinator.gateway.ledger import STAGES
 from protos.splitpoint.v1 import common_pb2
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 BYTES = tuple(float(2**power) for power in range(16, 36, 2))
 P = ParamSpec("P")
@@ -60,6 +61,10 @@ class GatewayMetrics:
             "transfer_bytes": histogram("kv_transfer_bytes", "KV bytes of a transfer.", ["transport"], buckets=BYTES),
             "transfer_failures": counter("kv_transfer_failures_total", "Transfers that failed.", ["reason"]),
             "routes": counter("route_decision_total", "Routes taken.", ["decision"]),
+            "auto_decisions": counter("auto_decisions_total", "Paths that `auto` chose.", ["path", "reason"]),
+            "auto_lost": counter("auto_lost_total", "Those that went worse than the other was predicted to.", ["path"]),
+            "auto_ratio": histogram("auto_measured_ratio", "Measured over predicted.", ["path", "time"], buckets=RATIOS),
+            "auto_correction": gauge("auto_correction", "What predictions are multiplied by now.", ["path", "time"]),
             "retries": counter("retries_total", "Further routes, by what failed.", ["reason"]),
             "recoveries": counter("recoveries_total", "How a failed route was made good.", ["kind"]),
             "events": counter("events_total", "What must not stay silent.", ["event"]),
@@ -88,8 +93,8 @@ class GatewayMetrics:
         assert isinstance(child, Histogram)
         child.observe(value)
 
-    def _set(self, family: str, value: float) -> None:
-        child = self._child(family)
+    def _set(self, family: str, value: float, *labels: str) -> None:
+        child = self._child(family, *labels)
         assert isinstance(child, Gauge)
         child.set(value)
 
@@ -108,6 +113,25 @@ class GatewayMetrics:
     def route_taken(self, decision: str) -> None:
         """`split`, `colocated` or `local`."""
         self._count("routes", decision)
+
+    @_safe
+    def path_decided(self, path: str, reason: str) -> None:
+        """Path `auto` became this path."""
+        self._count("auto_decisions", path, reason)
+
+    @_safe
+    def path_measured(self, path: str, *, ttft_ratio: float, tpot_ratio: float, lost: bool) -> None:
+        """What came of it: measured over predicted."""
+        self._observe("auto_ratio", ttft_ratio, path, "ttft")
+        self._observe("auto_ratio", tpot_ratio, path, "tpot")
+        if lost:
+            self._count("auto_lost", path)
+
+    @_safe
+    def path_correction(self, path: str, *, ttft: float, tpot: float) -> None:
+        """The factors of a path's predictions."""
+        self._set("auto_correction", ttft, path, "ttft")
+        self._set("auto_correction", tpot, path, "tpot")
 
     @_safe
     def event(self, name: str) -> None:

@@ -78,6 +78,8 @@ async def prepare_choices(
                 transport=metadata.transport,
                 pools=metadata.pools,
                 session=metadata.session,
+                slo_ttft_s=metadata.slo_ttft_s,
+                slo_tpot_s=metadata.slo_tpot_s,
             ),
             options,
             tokenizer,

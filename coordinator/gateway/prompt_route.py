@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.routing.goals import Goal, Refusal, Route, workers_of
+from coordinator.routing.policies import Ask
 from coordinator.routing.router import Router
 
 
@@ -16,6 +17,11 @@ class PromptRoute:
         self._ask = router.ask(prompt_token_ids, session, reads_cache=reads_cache)
         self._waiting: Route | None = None
         """The route whose first worker was given the prompt and has not answered yet."""
+
+    @property
+    def ask(self) -> Ask:
+        """What the policy may know of it."""
+        return self._ask
 
     @property
     def expected_cached_tokens(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.gateway.fields import Fields, check_unicode, shown
+from coordinator.routing.auto import PATHS
 from engine.sampling import Constraint, SamplingParams
 from protos.errors import Code, SplitpointError, invalid
 
@@ -20,7 +21,7 @@ MAX_POOLS = 64
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy sampling, as in vLLM."""
 
-PATHS = ("split", "colocated")
+MAX_SLO_MS = 3_600_000.0
 TRANSPORTS = ("ucx", "grpc")
 """What a client may name where nothing else is configured."""
 HEADER_PREFIX = "x-splitpoint-"
@@ -31,8 +32,13 @@ TRANSPORT_HEADER = "x-splitpoint-transport"
 DEADLINE_HEADER = "x-splitpoint-deadline-s"
 SESSION_HEADER = "x-splitpoint-session"
 """The client's name of a conversation: with `routing.policy = "session_affinity"` its requests go to one worker."""
+SLO_TTFT_HEADER = "x-splitpoint-slo-ttft-ms"
+SLO_TPOT_HEADER = "x-splitpoint-slo-tpot-ms"
+"""What the request is to meet; path `auto` is chosen by it."""
 REQUEST_ID_HEADER = "x-request-id"
-PUBLIC_HEADERS = frozenset({PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER, SESSION_HEADER})
+PUBLIC_HEADERS = frozenset(
+    {PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER, SESSION_HEADER, SLO_TTFT_HEADER, SLO_TPOT_HEADER}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,8 @@ class Metadata:
     deadline_s: float | None
     pools: frozenset[str] = frozenset()
     session: str = ""
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
 
 
 def check_sampling(
@@ -168,10 +176,15 @@ def check_model(requested: str | None, served: str) -> None:
 
 
 def check_metadata(
-    pairs: Iterable[tuple[str, Any]], *, max_deadline_s: float, transports: tuple[str, ...] = TRANSPORTS
+    pairs: Iterable[tuple[str, Any]],
+    *,
+    max_deadline_s: float,
+    transports: tuple[str, ...] = TRANSPORTS,
+    paths: tuple[str, ...] = PATHS,
 ) -> Metadata:
     """Reads what concerns us of headers or metadata, names in lower case. Other `x-splitpoint-` names are not for clients.
-    `transports` are the configured ones. A name that is given twice is refused: none of its values is more right than another."""
+    `transports` and `paths` are the configured ones. A name that is given twice is refused: none of its values is more right than
+    another."""
     given: dict[str, str] = {}
     for name, value in pairs:
         if name == REQUEST_ID_HEADER or name in PUBLIC_HEADERS:
@@ -184,11 +197,13 @@ def check_metadata(
             raise SplitpointError(Code.FORBIDDEN_FIELD, f"{name} may not be set by clients", param=name)
     return Metadata(
         client_request_id=_request_id(given.get(REQUEST_ID_HEADER)),
-        path=_one_of(given, PATH_HEADER, PATHS),
+        path=_one_of(given, PATH_HEADER, paths),
         transport=_one_of(given, TRANSPORT_HEADER, transports),
-        deadline_s=_deadline(given.get(DEADLINE_HEADER), max_deadline_s),
+        deadline_s=_positive(given, DEADLINE_HEADER, max_deadline_s),
         pools=_pools(given.get(POOLS_HEADER)),
         session=check_request_id(SESSION_HEADER, given.get(SESSION_HEADER)) or "",
+        slo_ttft_s=_seconds(_positive(given, SLO_TTFT_HEADER, MAX_SLO_MS)),
+        slo_tpot_s=_seconds(_positive(given, SLO_TPOT_HEADER, MAX_SLO_MS)),
     )
 
 
@@ -221,16 +236,21 @@ def _pools(value: str | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def _deadline(value: str | None, max_deadline_s: float) -> float | None:
+def _positive(given: Mapping[str, str], name: str, most: float) -> float | None:
+    value = given.get(name)
     if value is None:
         return None
     try:
-        seconds = float(value)
+        number = float(value)
     except ValueError:
-        seconds = float("nan")
-    if not 0 < seconds <= max_deadline_s:
-        raise invalid(DEADLINE_HEADER, f"{DEADLINE_HEADER} must be a number in (0, {max_deadline_s:g}], got {shown(value)}")
-    return seconds
+        number = float("nan")
+    if not 0 < number <= most:
+        raise invalid(name, f"{name} must be a number in (0, {most:.10g}], got {shown(value)}")
+    return number
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000.0
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:

@@ -44,10 +44,16 @@ class AdminBackend(Protocol):
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Validates, forwards, and turns `SplitpointError` into its status."""
 
-    def __init__(self, backend: AdminBackend, requests: Callable[[], list[admin_pb2.RequestStatus]]) -> None:
-        """`requests` are those in flight at this gateway, the oldest first."""
+    def __init__(
+        self,
+        backend: AdminBackend,
+        requests: Callable[[], list[admin_pb2.RequestStatus]],
+        decisions: Callable[[admin_pb2.ListDecisionsRequest], admin_pb2.ListDecisionsResponse],
+    ) -> None:
+        """`requests` are those in flight at this gateway, the oldest first; `decisions` what its path `auto` chose."""
         self._backend = backend
         self._requests = requests
+        self._decisions = decisions
 
     async def GetStatus(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         try:
@@ -92,6 +98,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListRequests(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         return admin_pb2.ListRequestsResponse(requests=self._requests())
+
+    async def ListDecisions(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        return self._decisions(request)
 
     async def GetManifest(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         try:

@@ -15,6 +15,7 @@ import grpc.aio
 import uvicorn
 from grpc_reflection.v1alpha import reflection
 
+from coordinator import path_model
 from coordinator.config import Settings, gateway_port, served_model_name
 from coordinator.gateway.core import GatewayCore
 from coordinator.gateway.frontend import FrontEnd, ServedModel
@@ -61,6 +62,7 @@ class GatewayProcess:
             OSError: an HTTP port is taken or not ours.
             RuntimeError: a gRPC port is.
             ValueError: the checkpoint has no fast tokenizer.
+            PathModelError: this host has no such `gateway.auto.model_file`.
         """
         settings = self._settings.gateway
         tokenizer = await asyncio.to_thread(
@@ -70,7 +72,14 @@ class GatewayProcess:
         installed = versions()
         metrics = GatewayMetrics(name)
         kv = self._settings.kvtransfer
-        self.core = GatewayCore(settings, metrics, transports=kv.transport_order, follow_workers=kv.default_transport == "auto")
+        model_file = settings.auto.model_file
+        self.core = GatewayCore(
+            settings,
+            metrics,
+            transports=kv.transport_order,
+            follow_workers=kv.default_transport == "auto",
+            step_times=None if model_file is None else await asyncio.to_thread(path_model.read, model_file),
+        )
         self._frontend = FrontEnd(
             settings=settings,
             tokenizer=tokenizer,
@@ -83,7 +92,9 @@ class GatewayProcess:
         await self._start_http(self.core, self._frontend)
         await self._start_grpc(build_grpc_server(self.core, self._frontend), "grpc", settings.grpc_host, settings.grpc_port)
         admin_server = grpc.aio.server(options=server_options(settings))
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._admin, self._requests), admin_server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(self._admin, self._requests, self._decisions), admin_server
+        )
         service = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
         reflection.enable_server_reflection((service, reflection.SERVICE_NAME), admin_server)
         await self._start_grpc(admin_server, "admin", settings.admin_host, settings.admin_port)
@@ -116,6 +127,11 @@ class GatewayProcess:
 
     def _requests(self) -> list[admin_pb2.RequestStatus]:
         return [] if self.core is None else in_flight(self.core)
+
+    def _decisions(self, request: admin_pb2.ListDecisionsRequest) -> admin_pb2.ListDecisionsResponse:
+        if self.core is None:
+            return admin_pb2.ListDecisionsResponse()
+        return self.core.paths.shown(lost_only=request.lost_only, limit=request.limit)
 
     async def drain(self, timeout_s: float) -> bool:
         """Say that it is not ready any more and wait for what is in flight. False when the time was over first."""

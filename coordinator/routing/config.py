@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coordinator.routing.views import Role
 
@@ -48,3 +49,22 @@ class RoutingSettings(BaseModel):
     )
     breaker_failures: PositiveInt = Field(3, description="Faults in a row that take a worker or a pair out.")
     breaker_cooldown_s: float = Field(10.0, gt=0, description="How long it stays out before one request may try it again.")
+
+
+class AutoPathSettings(BaseModel):
+    """Path `auto`: chosen per request by the predicted TTFT and TPOT of both paths."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_file: Path | None = Field(
+        None,
+        description="What predictions start from: step times (JSON) or a break-even map with a fit. None: no path auto.",
+    )
+    slo_ttft_s: PositiveFloat = Field(1.0, description="For requests that bring no objective of their own.")
+    slo_tpot_s: PositiveFloat = Field(0.05, description="For requests that bring no objective of their own.")
+    hysteresis: NonNegativeFloat = Field(
+        0.1, description="How much better the other path must be predicted before requests of a kind change over, as a share."
+    )
+    explore_share: float = Field(0.02, ge=0, le=0.5, description="Of the requests that go the other way, so that a drift shows.")
+    learning_rate: float = Field(0.02, gt=0, le=1, description="The weight of one request in the correction of a prediction.")
+    decisions: PositiveInt = Field(4096, description="The last decisions, remembered for `splitpoint decisions`.")

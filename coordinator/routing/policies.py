@@ -51,6 +51,9 @@ class Policy(Protocol):
         """A candidate that `accept` lets pass, or None: then `reasons` counted its answers. Changes nothing that
         `taken` does not confirm."""
 
+    def expected(self, view: WorkerView, ask: Ask) -> int:
+        """How many tokens of the prompt this worker should have cached."""
+
     def taken(self, view: WorkerView, ask: Ask, now_s: float) -> int:
         """The prompt goes to this worker. Returns how many tokens of it that worker should have cached."""
 
@@ -70,6 +73,10 @@ class LeastLoaded:
         """See `Policy`."""
         found = least_loaded(among, self._rng, accept, reasons)
         return None if found is None else Picked(found, found.load.score + ask.tokens)
+
+    def expected(self, view: WorkerView, ask: Ask) -> int:
+        """Expects no hit."""
+        return 0
 
     def taken(self, view: WorkerView, ask: Ask, now_s: float) -> int:
         """Expects no hit."""

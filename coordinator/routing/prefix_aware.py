@@ -94,10 +94,14 @@ class PrefixAware:
         place = int(equals[0] if len(equals) == 1 else self._rng.choice(equals))
         return Picked(among[place], least)
 
-    def taken(self, view: WorkerView, ask: Ask, now_s: float) -> int:
+    def expected(self, view: WorkerView, ask: Ask) -> int:
         """See `Policy`."""
         held = self.index.held(view.incarnation, ask.blocks) if ask.reads_cache else 0
-        hit_tokens = min(held * self.index.block_tokens, max(0, ask.tokens - 1))
+        return min(held * self.index.block_tokens, max(0, ask.tokens - 1))
+
+    def taken(self, view: WorkerView, ask: Ask, now_s: float) -> int:
+        """See `Policy`."""
+        hit_tokens = self.expected(view, ask)
         self.index.sent(view.incarnation, ask.blocks)
         self._recent.add(self.index.seat(view.incarnation), ask.tokens - hit_tokens, now_s)
         return hit_tokens

@@ -120,6 +120,13 @@ class Router:
             return tuple(role for role in (Role.PREFILL, Role.DECODE) if not self._table.by_role[role])
         return () if any(self._tiers) else (Role.COLOCATED,)
 
+    def preview(self, goal: Goal, now_s: float, ask: Ask) -> Route | None:
+        """What `choose` would take for this goal alone, as far as chance decides alike. No worker is told of it."""
+        route = self._try(goal, ask, now_s, Counter(), [])
+        if route is None:
+            return None
+        return replace(route, expected_cached_tokens=self._policy.expected(workers_of(route)[0], ask))
+
     def prompt_computed(self, incarnation: Incarnation, ask: Ask, *, expected_cached_tokens: int, cached_tokens: int) -> None:
         """A worker has computed a prompt, and says how much of it was cached; its route expected so much."""
         if isinstance(self._policy, PrefixAware):

@@ -203,6 +203,27 @@ HTTP_CASES: list[Http] = [
     Http(
         "header", COMPLETION, {"prompt": "x"}, "x-splitpoint-path", ("split, colocated",), INVALID, {"x-splitpoint-path": "any"}
     ),
+    *(
+        Http("header", COMPLETION, {"prompt": "x"}, name, ("(0, 3600000]", says), INVALID, {name: value})
+        for name in ("x-splitpoint-slo-ttft-ms", "x-splitpoint-slo-tpot-ms")
+        for value, says in (
+            ("0", '"0"'),
+            ("-1", '"-1"'),
+            ("3600001", '"3600001"'),
+            ("soon", '"soon"'),
+            ("nan", '"nan"'),
+            ("", '""'),
+        )
+    ),
+    Http(
+        "header",
+        COMPLETION,
+        {"prompt": "x"},
+        "x-splitpoint-path",
+        ('one of split, colocated, got "auto"',),  # this gateway has no prediction model
+        INVALID,
+        {"x-splitpoint-path": "auto"},
+    ),
     Http(
         "header",
         COMPLETION,
@@ -421,6 +442,7 @@ GRPC_CASES: list[Grpc] = [
         for name in ("x-splitpoint-control-token", "x-splitpoint-transfer-id", "x-splitpoint-capability")
     ),
     Grpc("header", PLAIN, "x-splitpoint-path", ("split",), INVALID, (("x-splitpoint-path", "any"),)),
+    Grpc("header", PLAIN, "x-splitpoint-slo-tpot-ms", ("(0, 3600000]",), INVALID, (("x-splitpoint-slo-tpot-ms", "inf"),)),
     Grpc("header", PLAIN, "x-splitpoint-transport", ("ucx",), INVALID, (("x-splitpoint-transport", "x"),)),
     Grpc("header", PLAIN, "x-request-id", ("256",), INVALID, (("x-request-id", "x" * 257),)),
 ]

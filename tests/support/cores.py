@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from coordinator.gateway.api import Finished, Submission, Tokens
@@ -16,6 +16,7 @@ from coordinator.gateway.core import GatewayCore
 from coordinator.gateway.generation import RunningChoice
 from coordinator.gateway.membership import MembershipSnapshot
 from coordinator.gateway.metrics import GatewayMetrics
+from coordinator.routing.auto import StepTimes
 from coordinator.routing.views import WorkerView
 from engine.sampling import SamplingParams
 from protos.errors import SplitpointError
@@ -133,6 +134,7 @@ class CoreUnderTest:
         core = self.core
         assert core.in_flight == 0
         assert core.router.load.total_in_flight_tokens() == 0
+        assert core.paths.phases.idle
         for view in core.membership.views:
             client = core.membership.client(view.incarnation)
             assert client is None or client.open_legs == 0
@@ -141,12 +143,16 @@ class CoreUnderTest:
 
 @contextlib.asynccontextmanager
 async def core_over(
-    views: Sequence[WorkerView], *, transports: Sequence[str] = ("ucx", "grpc"), **settings: Any
+    views: Sequence[WorkerView],
+    *,
+    transports: Sequence[str] = ("ucx", "grpc"),
+    step_times: Mapping[str, StepTimes] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[CoreUnderTest]:
-    """A core that knows `views` and, at the end, is idle and leaves no task."""
+    """A core that knows `views` and, at the end, is idle and leaves no task. With `step_times` it has path `auto`."""
     before = set(asyncio.all_tasks())
     made = GatewaySettings(worker_client=CLIENT, **settings)
-    core = GatewayCore(made, GatewayMetrics("m"), transports=transports, rng=random.Random(1))
+    core = GatewayCore(made, GatewayMetrics("m"), transports=transports, rng=random.Random(1), step_times=step_times)
     under_test = CoreUnderTest(core)
     under_test.members(views)
     try:

@@ -34,7 +34,7 @@ TIMES = {
 OBJECTIVE = Objective(ttft_s=1.0, tpot_s=0.05)
 IDLE = {path: PathLoad() for path in PATHS}
 CALM = AutoSettings(explore_share=0.0)
-WORK = Work(prompt_tokens=1000, uncached_tokens=1000, output_tokens=101)
+WORK = Work(prompt_tokens=1000, output_tokens=101)
 
 
 def crowded(share: float) -> dict[str, PathLoad]:
@@ -53,7 +53,7 @@ def test_decode_that_prompts_disturb_goes_apart() -> None:
     auto = AutoPath(TIMES, CALM)
     decided = auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=0.5)
     assert (decided.path, decided.why) == (SPLIT, "predicted")
-    short = Work(prompt_tokens=100, uncached_tokens=100, output_tokens=2)
+    short = Work(prompt_tokens=100, output_tokens=2)
     assert auto.decide(short, OBJECTIVE, IDLE, draw=0.5).path == COLOCATED, "nothing pays for the hand-over"
 
 
@@ -124,7 +124,7 @@ def test_a_calibration_that_is_off_and_drifts_is_corrected(error: float, drift: 
         factor = error * (drift if number >= 2000 else 1.0)
         truth = {SPLIT: scaled(TIMES[SPLIT], factor), COLOCATED: TIMES[COLOCATED]}
         prompt_tokens = rng.choice((200, 1000, 4000))
-        work = Work(prompt_tokens=prompt_tokens, uncached_tokens=prompt_tokens, output_tokens=rng.choice((20, 200)))
+        work = Work(prompt_tokens=prompt_tokens, output_tokens=rng.choice((20, 200)))
         loads = {
             SPLIT: PathLoad(queued_tokens=rng.randrange(4000)),
             COLOCATED: PathLoad(queued_tokens=rng.randrange(4000), prompt_share=rng.random() * 0.8),
@@ -158,7 +158,7 @@ def test_whatever_is_measured_a_decision_is_one_of_the_paths_and_finite(
 ) -> None:
     auto = AutoPath(TIMES)
     for number, (draw, prompt_tokens, output_tokens, share) in enumerate(draws):
-        work = Work(prompt_tokens=prompt_tokens, uncached_tokens=prompt_tokens, output_tokens=output_tokens)
+        work = Work(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         decided = auto.decide(work, OBJECTIVE, crowded(share), draw=draw)
         assert decided.path in PATHS
         assert all(math.isfinite(t.ttft_s) and math.isfinite(t.tpot_s) for t in decided.predicted.values())

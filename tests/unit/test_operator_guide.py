@@ -9,7 +9,9 @@ from typing import get_args
 import pytest
 
 from coordinator.config import load
-from coordinator.routing.config import RoutingSettings
+from coordinator.gateway.metrics import GatewayMetrics
+from coordinator.path_model import read
+from coordinator.routing.config import AutoPathSettings, RoutingSettings
 from kvtransfer.metrics import KvMetrics
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -63,3 +65,30 @@ def test_the_policies_are_those_of_the_settings_and_their_block_loads(tmp_path: 
 @pytest.mark.parametrize("word", ["allow_unencrypted_kv", "worker.metrics_port", "vllm:splitpoint_scheduler_events_total"])
 def test_what_it_speaks_of_is_named(word: str) -> None:
     assert word in GUIDE
+
+
+def test_the_configuration_of_path_auto_loads_with_its_file_and_its_metrics_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = re.findall(r"```toml\n(\[gateway\]\ndefault_path.*?)```", GUIDE, re.DOTALL)
+    (model,) = re.findall(r"```json\n(\{\"kind\": \"step times\".*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "splitpoint.toml").write_text(block)
+    (tmp_path / "step-times.json").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    gateway = load(tmp_path / "splitpoint.toml", environment={}).gateway
+    assert gateway.default_path == "auto"
+    assert gateway.auto == AutoPathSettings(model_file=tmp_path / "step-times.json"), "the defaults are shown"
+    assert read(tmp_path / "step-times.json").keys() == {"split", "colocated"}
+    rows = dict(re.findall(r"^\| `(splitpoint_auto_\w+)` \| ([^|]*) \|", GUIDE, re.MULTILINE))
+    metrics = GatewayMetrics("m")
+    metrics.path_decided("split", "held")
+    metrics.path_measured("split", ttft_ratio=1.0, tpot_ratio=1.0, lost=True)
+    metrics.path_correction("split", ttft=1.0, tpot=1.0)
+    have = {
+        family.name + ("_total" if family.type == "counter" else ""): {label for s in family.samples for label in s.labels}
+        for family in metrics.registry.collect()
+        if family.name.startswith("splitpoint_auto_")
+    }
+    assert {name: set(labels.split(", ")) for name, labels in rows.items()} == {
+        name: labels - {"le", "model_name"} for name, labels in have.items()
+    }

@@ -188,12 +188,21 @@ def test_metadata() -> None:
             ("x-splitpoint-pools", "a, b"),
             ("x-splitpoint-session", b"talk 7"),
             ("x-splitpoint-deadline-s", "2.5"),
+            ("x-splitpoint-slo-ttft-ms", "800"),
+            ("x-splitpoint-slo-tpot-ms", b"40.5"),
             ("authorization", "Bearer x"),
         ],
         max_deadline_s=10,
     )
     assert (checked.client_request_id, checked.path, checked.transport, checked.deadline_s) == ("abc", "split", "grpc", 2.5)
     assert (checked.pools, checked.session) == ({"a", "b"}, "talk 7")
+    assert (checked.slo_ttft_s, checked.slo_tpot_s) == (0.8, 0.0405)
+
+
+def test_path_auto_may_be_asked_for_where_it_is_configured() -> None:
+    header = [("x-splitpoint-path", "auto")]
+    assert 'one of split, colocated, got "auto"' in refused(check_metadata, header, max_deadline_s=10).message
+    assert check_metadata(header, max_deadline_s=10, paths=("split", "colocated", "auto")).path == "auto"
 
 
 def test_a_transport_may_be_named_where_it_is_configured() -> None:

@@ -285,6 +285,90 @@ class ListRequestsResponse(_message.Message):
     requests: _containers.RepeatedCompositeFieldContainer[RequestStatus]
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestStatus, _Mapping]]] = ...) -> None: ...
 
+class ListDecisionsRequest(_message.Message):
+    __slots__ = ("lost_only", "limit")
+    LOST_ONLY_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    lost_only: bool
+    limit: int
+    def __init__(self, lost_only: _Optional[bool] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class PathPrediction(_message.Message):
+    __slots__ = ("path", "ttft_s", "tpot_s", "stress", "queued_tokens", "running", "prompt_share", "cached_tokens")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    STRESS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    ttft_s: float
+    tpot_s: float
+    stress: float
+    queued_tokens: int
+    running: int
+    prompt_share: float
+    cached_tokens: int
+    def __init__(self, path: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., stress: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., prompt_share: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class PathDecision(_message.Message):
+    __slots__ = ("request_id", "path", "reason", "prompt_tokens", "output_tokens", "slo_ttft_s", "slo_tpot_s", "predictions", "measured", "ttft_s", "tpot_s", "stress", "lost_by")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLO_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    STRESS_FIELD_NUMBER: _ClassVar[int]
+    LOST_BY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    path: str
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    slo_ttft_s: float
+    slo_tpot_s: float
+    predictions: _containers.RepeatedCompositeFieldContainer[PathPrediction]
+    measured: bool
+    ttft_s: float
+    tpot_s: float
+    stress: float
+    lost_by: float
+    def __init__(self, request_id: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., predictions: _Optional[_Iterable[_Union[PathPrediction, _Mapping]]] = ..., measured: _Optional[bool] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., stress: _Optional[float] = ..., lost_by: _Optional[float] = ...) -> None: ...
+
+class PathCorrection(_message.Message):
+    __slots__ = ("path", "ttft_factor", "tpot_factor", "measured")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    ttft_factor: float
+    tpot_factor: float
+    measured: int
+    def __init__(self, path: _Optional[str] = ..., ttft_factor: _Optional[float] = ..., tpot_factor: _Optional[float] = ..., measured: _Optional[int] = ...) -> None: ...
+
+class ListDecisionsResponse(_message.Message):
+    __slots__ = ("decisions", "decided", "remembered", "lost", "corrections")
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    CORRECTIONS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[PathDecision]
+    decided: int
+    remembered: int
+    lost: int
+    corrections: _containers.RepeatedCompositeFieldContainer[PathCorrection]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[PathDecision, _Mapping]]] = ..., decided: _Optional[int] = ..., remembered: _Optional[int] = ..., lost: _Optional[int] = ..., corrections: _Optional[_Iterable[_Union[PathCorrection, _Mapping]]] = ...) -> None: ...
+
 class GetManifestRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

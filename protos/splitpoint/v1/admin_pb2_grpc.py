@@ -64,6 +64,11 @@ class AdminServiceStub:
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListDecisions = channel.unary_unary(
+                '/splitpoint.v1.AdminService/ListDecisions',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListDecisionsRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListDecisionsResponse.FromString,
+                _registered_method=True)
         self.GetManifest = channel.unary_unary(
                 '/splitpoint.v1.AdminService/GetManifest',
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.GetManifestRequest.SerializeToString,
@@ -118,6 +123,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDecisions(self, request, context):
+        """What path `auto` chose at this gateway, and what came of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetManifest(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -163,6 +175,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ListDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDecisions,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListDecisionsRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListDecisionsResponse.SerializeToString,
             ),
             'GetManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetManifest,
@@ -337,6 +354,33 @@ class AdminService:
             '/splitpoint.v1.AdminService/ListRequests',
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.AdminService/ListDecisions',
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListDecisionsRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

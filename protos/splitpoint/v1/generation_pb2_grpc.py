@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Request metadata: `authorization: Bearer KEY`, `x-request-id`, `x-splitpoint-path: split|colocated`,
+    """Request metadata: `authorization: Bearer KEY`, `x-request-id`, `x-splitpoint-path: split|colocated|auto`,
     `x-splitpoint-transport: ucx|grpc`. No initial metadata is sent before the first message, so clients may retry.
     """
 
@@ -49,7 +49,7 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Request metadata: `authorization: Bearer KEY`, `x-request-id`, `x-splitpoint-path: split|colocated`,
+    """Request metadata: `authorization: Bearer KEY`, `x-request-id`, `x-splitpoint-path: split|colocated|auto`,
     `x-splitpoint-transport: ucx|grpc`. No initial metadata is sent before the first message, so clients may retry.
     """
 
@@ -87,7 +87,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Request metadata: `authorization: Bearer KEY`, `x-request-id`, `x-splitpoint-path: split|colocated`,
+    """Request metadata: `authorization: Bearer KEY`, `x-request-id`, `x-splitpoint-path: split|colocated|auto`,
     `x-splitpoint-transport: ucx|grpc`. No initial metadata is sent before the first message, so clients may retry.
     """
 

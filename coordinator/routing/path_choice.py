@@ -1,0 +1,75 @@
+"""Path `auto` over the present workers: each path's next route, its load, and `AutoPath`'s decision between them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from coordinator.routing.auto import COLOCATED, SPLIT, AutoPath, Decision, Objective, PathLoad, Times, Work
+from coordinator.routing.goals import PairGoal, SoloGoal
+from coordinator.routing.phases import PhaseBook
+from coordinator.routing.policies import Ask
+from coordinator.routing.router import Router
+
+OUTPUT_RATE = 0.02
+"""The weight of one answer in what answers to such a limit are expected to be long."""
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """How long answers are, by the order of magnitude of the limit they were asked with: a limit is rarely reached."""
+
+    _means: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def expected(self, max_tokens: int) -> int:
+        mean, _ = self._means.get(max_tokens.bit_length(), (float(max_tokens), 0))
+        return max(1, min(max_tokens, round(mean)))
+
+    def learn(self, max_tokens: int, output_tokens: int) -> None:
+        mean, seen = self._means.get(max_tokens.bit_length(), (0.0, 0))
+        rate = max(OUTPUT_RATE, 1.0 / (seen + 1))
+        self._means[max_tokens.bit_length()] = (mean + rate * (output_tokens - mean), seen + 1)
+
+
+@dataclass(slots=True)
+class PathChooser:
+    """One gateway's. Tell `phases` of every leg, `decide` once a request, `answered` when it ended well."""
+
+    router: Router
+    auto: AutoPath
+    phases: PhaseBook = field(default_factory=PhaseBook)
+    _lengths: _Lengths = field(default_factory=_Lengths)
+
+    def decide(
+        self,
+        request_id: str,
+        ask: Ask,
+        objective: Objective,
+        *,
+        max_tokens: int,
+        now_s: float,
+        transport: str | None = None,
+        pools: frozenset[str] = frozenset(),
+    ) -> Decision | None:
+        """The path of a request that starts now; None where no worker can take it on either."""
+        loads: dict[str, PathLoad] = {}
+        pair = PairGoal(prompt_tokens=ask.tokens, transport=transport, pools=pools)
+        for path, goal in ((SPLIT, pair), (COLOCATED, SoloGoal(pools=pools))):
+            route = self.router.preview(goal, now_s, ask)
+            if route is not None:
+                # Prompts on an engine that decodes are those of whole requests, whichever path this request takes.
+                loads[path] = self.phases.load(route, self.auto.times[COLOCATED].prompt_token_s, now_s)
+        if not loads:
+            return None
+        work = Work(prompt_tokens=ask.tokens, output_tokens=self._lengths.expected(max_tokens))
+        return self.auto.decide(work, objective, loads, draw=draw_of(request_id), request_id=request_id)
+
+    def answered(self, decision: Decision, times: Times, *, max_tokens: int, output_tokens: int) -> None:
+        """A request took the path that was decided and had its answer, two tokens or more of it."""
+        self._lengths.learn(max_tokens, output_tokens)
+        self.auto.measured(decision, times)
+
+
+def draw_of(request_id: str) -> float:
+    """Uniform in [0, 1), and always the same for a request: whether it explores can be told from its id."""
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little") / 2.0**64

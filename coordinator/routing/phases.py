@@ -1,0 +1,124 @@
+"""What each worker has in either phase: prompts that wait, sequences that decode, and how much of its time prompts took. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from coordinator.routing.auto import PathLoad
+from coordinator.routing.goals import PairRoute, Route
+from coordinator.routing.views import WorkerView
+from protos.ids import Incarnation
+
+WINDOW_S = 5.0
+"""Over which the share of an engine's time that prompts take is remembered: a few prompts long, and shorter than a drift."""
+
+
+@dataclass(slots=True)
+class _Prompts:
+    """Prompt tokens computed by one worker, fading with the window; as of `at_s`."""
+
+    tokens: float = 0.0
+    at_s: float = -math.inf
+
+    def faded(self, now_s: float) -> float:
+        return self.tokens * math.exp(-max(0.0, now_s - self.at_s) / WINDOW_S)
+
+    def add(self, tokens: int, now_s: float) -> None:
+        self.tokens, self.at_s = self.faded(now_s) + tokens, now_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    incarnation: Incarnation
+    prompt_tokens: int
+    decodes: bool
+
+
+@dataclass(slots=True)
+class PhaseBook:
+    """Told of every leg of this gateway by its attempt's id. What other gateways sent is seen by heartbeats alone: sequences
+    that wait or run beyond this gateway's own."""
+
+    _waiting: dict[str, _Leg] = field(default_factory=dict)
+    _decoding: dict[str, Incarnation] = field(default_factory=dict)
+    _queued_tokens: Counter[Incarnation] = field(default_factory=Counter)
+    _queued: Counter[Incarnation] = field(default_factory=Counter)
+    _running: Counter[Incarnation] = field(default_factory=Counter)
+    _computed: defaultdict[Incarnation, _Prompts] = field(default_factory=lambda: defaultdict(_Prompts))
+
+    def prompt_sent(self, attempt_id: str, incarnation: Incarnation, uncached_tokens: int, *, decodes: bool) -> None:
+        """A leg that computes a prompt; `decodes`: it goes on with the answer."""
+        self._waiting[attempt_id] = _Leg(incarnation, uncached_tokens, decodes)
+        self._queued_tokens[incarnation] += uncached_tokens
+        self._queued[incarnation] += 1
+
+    def decode_sent(self, attempt_id: str, incarnation: Incarnation) -> None:
+        """A leg that decodes from KV."""
+        self._decoding[attempt_id] = incarnation
+        self._running[incarnation] += 1
+
+    def computed(self, attempt_id: str, now_s: float) -> None:
+        """The leg's first token came. Further ones change nothing."""
+        leg = self._waiting.get(attempt_id)
+        if leg is None:
+            return
+        self._left(attempt_id, leg)
+        self._computed[leg.incarnation].add(leg.prompt_tokens, now_s)
+        if leg.decodes:
+            self.decode_sent(attempt_id, leg.incarnation)
+
+    def over(self, attempt_id: str) -> None:
+        """The leg ended, however. Idempotent."""
+        leg = self._waiting.get(attempt_id)
+        if leg is not None:
+            self._left(attempt_id, leg)
+        incarnation = self._decoding.pop(attempt_id, None)
+        if incarnation is not None:
+            _take(self._running, incarnation, 1)
+
+    def load(self, route: Route, prompt_token_s: float, now_s: float) -> PathLoad:
+        """What a request that takes this route finds; `prompt_token_s`: what a prompt token takes on the decoding engine."""
+        pair = isinstance(route, PairRoute)
+        first, last = (route.prefill, route.decode) if isinstance(route, PairRoute) else (route.worker, route.worker)
+        return PathLoad(
+            queued_tokens=self._queued_by_all(first),
+            running=self._running_by_all(last),
+            prompt_share=self._computed[last.incarnation].faded(now_s) * prompt_token_s / WINDOW_S
+            if last.incarnation in self._computed
+            else 0.0,
+            beside=self._running[first.incarnation] if pair else self._running_by_all(last),
+            cached_tokens=route.expected_cached_tokens,
+        )
+
+    def forget(self, members: frozenset[Incarnation]) -> None:
+        """Keep nothing of workers that are not `members`; their open legs end by themselves."""
+        for incarnation in self._computed.keys() - members:
+            del self._computed[incarnation]
+
+    @property
+    def idle(self) -> bool:
+        """No leg is known."""
+        return not (self._waiting or self._decoding or self._queued_tokens or self._running)
+
+    def _queued_by_all(self, view: WorkerView) -> int:
+        """Others' prompts are taken to be as long as ours in the mean."""
+        own, tokens = self._queued[view.incarnation], self._queued_tokens[view.incarnation]
+        others = max(0, view.waiting - own)
+        every, all_tokens = self._queued.total(), self._queued_tokens.total()
+        return tokens + (others * all_tokens // every if every else 0)
+
+    def _running_by_all(self, view: WorkerView) -> int:
+        return max(self._running[view.incarnation], view.running)
+
+    def _left(self, attempt_id: str, leg: _Leg) -> None:
+        del self._waiting[attempt_id]
+        _take(self._queued_tokens, leg.incarnation, leg.prompt_tokens)
+        _take(self._queued, leg.incarnation, 1)
+
+
+def _take(counts: Counter[Incarnation], incarnation: Incarnation, by: int) -> None:
+    counts[incarnation] -= by
+    if not counts[incarnation]:
+        del counts[incarnation]
