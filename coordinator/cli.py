@@ -16,6 +16,7 @@ from coordinator.bench.cli import app as bench_app
 from coordinator.compare.records_cli import records as list_records
 from coordinator.compare.records_cli import report as make_report
 from coordinator.compare.workload_cli import app as workload_app
+from coordinator.decisions_cli import decisions
 from coordinator.get_cli import app as get_app
 from coordinator.planning.cli import app as plan_app
 
@@ -32,6 +33,7 @@ app.add_typer(get_app, name="get")
 app.add_typer(pools_cli.app, name="pools")
 for command in (pools_cli.scale, pools_cli.drain, pools_cli.cordon, pools_cli.uncordon):
     app.command(command.__name__)(command)
+app.command("decisions")(decisions)
 app.command("report")(make_report)
 app.command("records")(list_records)
 

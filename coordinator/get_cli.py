@@ -36,7 +36,7 @@ def pools(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
     status = _status(admin)
     if output in (Format.JSON, Format.YAML):
         whole = as_dict(status)
-        _print_data({name: whole[name] for name in ("version", "unsettled", "pools")}, output)
+        print_data({name: whole[name] for name in ("version", "unsettled", "pools")}, output)
         return
     columns: dict[str, Callable[[Any], str]] = {
         "pool": lambda p: p.name,
@@ -52,7 +52,7 @@ def pools(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
             "failures": lambda p: str(p.failures),
             "trouble": lambda p: p.detail,
         }
-    _print_table(columns, status.pools)
+    print_table(columns, status.pools)
 
 
 @app.command("workers")
@@ -64,7 +64,7 @@ def workers(
     """Workers, their state and their load."""
     found = [w for w in _status(admin).workers if pool in (None, w.pool)]
     if output in (Format.JSON, Format.YAML):
-        _print_data([as_dict(w) for w in found], output)
+        print_data([as_dict(w) for w in found], output)
         return
     columns: dict[str, Callable[[Any], str]] = {
         "worker": lambda w: w.worker_id,
@@ -86,7 +86,7 @@ def workers(
             "former legs": lambda w: str(w.former_legs),
             "detail": lambda w: w.detail,
         }
-    _print_table(columns, found)
+    print_table(columns, found)
 
 
 @app.command("requests")
@@ -100,7 +100,7 @@ def requests(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> Non
         found += [(gateway.gateway_id, request) for request in reply.requests]
     found.sort(key=lambda item: -item[1].age_s)
     if output in (Format.JSON, Format.YAML):
-        _print_data([{"gateway_id": gateway, **as_dict(request)} for gateway, request in found], output)
+        print_data([{"gateway_id": gateway, **as_dict(request)} for gateway, request in found], output)
         return
     columns: dict[str, Callable[[Any], str]] = {
         "request": lambda item: item[1].request_id,
@@ -118,7 +118,7 @@ def requests(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> Non
             "transport": lambda item: item[1].transport,
             "attempts": lambda item: str(item[1].attempts),
         }
-    _print_table(columns, found)
+    print_table(columns, found)
 
 
 def _status(admin: str) -> Any:
@@ -127,7 +127,8 @@ def _status(admin: str) -> Any:
     return admin_call.call(admin, "GetStatus", admin_pb2.GetStatusRequest())
 
 
-def _print_data(value: Any, output: Format) -> None:
+def print_data(value: Any, output: Format) -> None:
+    """As JSON or YAML, on standard output."""
     if output is Format.JSON:
         print_json(value)
         return
@@ -136,7 +137,8 @@ def _print_data(value: Any, output: Format) -> None:
     sys.stdout.write(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
 
 
-def _print_table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> None:
+def print_table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> None:
+    """One line a row, by what each column shows of it."""
     from rich.table import Table
 
     table = Table(*columns)

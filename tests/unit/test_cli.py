@@ -33,6 +33,22 @@ REQUESTS = [
     admin_pb2.RequestStatus(request_id="old", path="colocated", decode_worker="decode-1", age_s=5.0, ttft_s=0.25),
 ]
 
+DECISIONS = admin_pb2.ListDecisionsResponse(
+    decisions=[
+        admin_pb2.PathDecision(
+            request_id="r1", path="split", reason="predicted", prompt_tokens=40, output_tokens=9, slo_ttft_s=1.0, slo_tpot_s=0.05,
+            predictions=[
+                admin_pb2.PathPrediction(path="split", stress=0.3, ttft_s=0.3, tpot_s=0.01, queued_tokens=70),
+                admin_pb2.PathPrediction(path="colocated", stress=0.5, ttft_s=0.5, tpot_s=0.02, running=4),
+            ],
+            measured=True, ttft_s=0.75, tpot_s=0.01, stress=0.75, lost_by=0.25,
+        ),
+        admin_pb2.PathDecision(request_id="r2", path="split", reason="explored"),
+    ],
+    decided=900, remembered=100, lost=1,
+    corrections=[admin_pb2.PathCorrection(path="split", ttft_factor=1.25, tpot_factor=0.9, measured=80)],
+)  # fmt: skip
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, float]]:
@@ -45,6 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, float]]:
         "DrainWorker": admin_pb2.DrainWorkerResponse(worker=WORKER),
         "CordonWorker": admin_pb2.CordonWorkerResponse(worker=WORKER),
         "ListRequests": admin_pb2.ListRequestsResponse(requests=REQUESTS),
+        "ListDecisions": DECISIONS,
         "ResetPrefixCaches": admin_pb2.ResetPrefixCachesResponse(workers=2),
         "GetManifest": admin_pb2.GetManifestResponse(manifest_json='{"format": 1}'),
     }
@@ -67,7 +84,7 @@ def run(*arguments: str, **environment: str) -> Any:
 
 def test_help_names_every_command() -> None:
     text = run("--help").output
-    commands = "serve status get scale pools drain cordon uncordon doctor models compare manifest version"
+    commands = "serve status get scale pools drain cordon uncordon decisions doctor models compare manifest version"
     for command in commands.split():
         assert command in text
 
@@ -214,6 +231,40 @@ class TestGet:
         said = json.loads(run("get", "requests", "-o", "json").output)
         assert [(r["gateway_id"], r["request_id"]) for r in said] == [("gateway/0", "old"), ("gateway/0", "young")]
         assert [call[:2] for call in calls][1] == ("g:1", "ListRequests")
+
+
+class TestDecisions:
+    def test_those_that_lost_are_shown_with_how_much_and_what_was_predicted(self, calls: list[Any]) -> None:
+        text = run("decisions").output
+        for word in (
+            "r1",
+            "25.0%",
+            "75.0%",
+            "split 30.0%, colocated 50.0%",
+            "900 decided, 1 of the last 100 lost",
+            "TTFT x 1.25",
+        ):
+            assert word in text
+        assert [call[:2] for call in calls] == [(admin_call.DEFAULT_ADMIN, "GetStatus"), ("g:1", "ListDecisions")]
+        assert (calls[1][2].lost_only, calls[1][2].limit) == (True, 20)
+
+    def test_all_of_them_and_wide(self, calls: list[Any]) -> None:
+        text = run("decisions", "--all", "--limit", "0", "-o", "wide", COLUMNS="400").output
+        assert (calls[1][2].lost_only, calls[1][2].limit) == (False, 0)
+        for word in ("r2", "explored", "750.0 of 1000 ms", "10.00 of 50 ms", "split 70", "colocated 4"):
+            assert word in text
+
+    def test_json_and_yaml_have_every_field(self, calls: list[Any]) -> None:
+        as_json, as_yaml = (run("decisions", "-o", form).output for form in ("json", "yaml"))
+        (said,) = json.loads(as_json)
+        assert yaml.safe_load(as_yaml) == [said]
+        assert (said["gateway_id"], said["decisions"][0]["lost_by"]) == ("gateway/0", 0.25)
+        assert said["decisions"][0]["predictions"][1]["running"] == 4
+
+    def test_a_gateway_without_path_auto_says_so(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        reply = {"GetStatus": STATUS, "ListDecisions": admin_pb2.ListDecisionsResponse()}
+        monkeypatch.setattr(admin_call, "call", lambda address, method, request, timeout_s=30.0: reply[method])
+        assert "no path auto (gateway.auto.model_file)" in run("decisions").output
 
 
 def test_cordon_and_uncordon(calls: list[Any]) -> None:
