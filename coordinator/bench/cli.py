@@ -6,12 +6,15 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coordinator.bench.routing_cli import routing
 from coordinator.bench.transfer_cli import transfer
+
+if TYPE_CHECKING:
+    from coordinator.bench.serve_path import ServePathSpec
 
 app = typer.Typer(no_args_is_help=True, help="Measure a part of the system.")
 app.command()(transfer)
@@ -65,6 +68,12 @@ def serve_path(
     gateway: Annotated[str, typer.Argument(metavar="HOST:PORT", help="gRPC address of a gateway.")] = "127.0.0.1:50051",
     spec: Annotated[str, typer.Option(help="Fields of ServePathSpec to change, as JSON.")] = "{}",
     parity_only: Annotated[bool, typer.Option("--parity", help="Compare the tokens of both paths and nothing else.")] = False,
+    admin: Annotated[
+        str,
+        typer.Option(
+            envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="With --parity: empty the prefix caches before each answer."
+        ),
+    ] = "",
     json_file: JsonFile = None,
 ) -> None:
     """Time both paths of a system that is up: unloaded, with prefill busy, and under an open loop. Or compare their tokens."""
@@ -72,6 +81,7 @@ def serve_path(
 
     from coordinator.bench import serve_path as path
     from coordinator.compare.load import RequestFailedError
+    from coordinator.compare.rig import RigError
 
     try:
         chosen = path.ServePathSpec(**json.loads(spec))
@@ -79,11 +89,14 @@ def serve_path(
         raise typer.BadParameter(f"not fields of ServePathSpec as JSON: {error}", param_hint="--spec") from error
     if parity_only:
         try:
-            found = asyncio.run(path.parity(gateway, chosen, path.PARITY_TEXTS))
+            found = asyncio.run(_parity(gateway, admin, chosen))
         except grpc.aio.AioRpcError as error:
             raise _failed(f"{gateway}: {error.code().name}: {error.details()}") from error
+        except RigError as error:
+            raise _failed(f"{admin}: {error}") from error
         text = f"parity: {found['equal']} of {found['compared']} prompts; colocated with itself: {found['floor']}"
         text += f"; gaps moved by {found['moved_nats']:.4f} nats, colocated with itself by {found['floor_nats']:.4f}"
+        text += "" if admin else "; prefix caches were not emptied between answers (--admin)"
         for one in found["different"]:
             gaps = "split {split_gap_nats:.4f}, colocated {colocated_gap_nats:.4f}; same two best: {same_two_best}"
             text += f"\n{one['prompt']}: part at {one.get('position')}" + (", " + gaps.format(**one) if "position" in one else "")
@@ -94,6 +107,16 @@ def serve_path(
     except RequestFailedError as error:
         raise _failed(f"{gateway}: {error}") from error
     _finish(record, path.table(record), json_file)
+
+
+async def _parity(gateway: str, admin: str, spec: ServePathSpec) -> dict[str, Any]:
+    from coordinator.bench.serve_path import PARITY_TEXTS, parity
+    from coordinator.compare.admin_rig import AdminRig
+
+    if not admin:
+        return await parity(gateway, spec, PARITY_TEXTS)
+    async with AdminRig(admin) as rig:
+        return await parity(gateway, spec, PARITY_TEXTS, cleared=rig.reset_caches)
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class ServePathSpec:
 
 
 Say = Callable[[str], None]
+Cleared = Callable[[], Awaitable[None]]
 
 
 async def measure(target: str, spec: ServePathSpec, *, say: Say = lambda text: None) -> dict[str, Any]:
@@ -85,13 +86,19 @@ async def measure(target: str, spec: ServePathSpec, *, say: Say = lambda text: N
     return record
 
 
-async def parity(target: str, spec: ServePathSpec, texts: Sequence[str] = ()) -> dict[str, Any]:
+async def parity(
+    target: str, spec: ServePathSpec, texts: Sequence[str] = (), *, cleared: Cleared | None = None
+) -> dict[str, Any]:
     """Greedy answers of both paths to the same prompts, one at a time: `equal`, `compared`, and where answers differ.
 
     Random token prompts of `parity_lengths`, then `texts`. `floor`: how many prompts the colocated path answers alike when it is
     asked `FLOOR_ASKS` times, by whichever workers: below `compared`, near ties decide beside the hand-over. `moved_nats` is the
     most that the gap between two best candidates differed between the paths while they had said the same, `floor_nats` between
     colocated answers; a difference at a gap of that size is a near tie, and damaged KV would move it by far more.
+
+    `cleared` empties the workers' prefix caches and is awaited before every answer. Without it whoever is asked first computes the
+    whole prompt and the others its last block only, in matrices of another shape that round differently; `caches_emptied` says
+    which it was.
     """
     prompts: list[Any] = [
         _requests(spec, 700 + length, 1, max(4, length), 1, "parity")[0].prompt_token_ids[:length]
@@ -99,11 +106,16 @@ async def parity(target: str, spec: ServePathSpec, texts: Sequence[str] = ()) ->
     ]
     prompts += texts
     found: dict[str, Any] = {"compared": 0, "equal": 0, "floor": 0, "moved_nats": 0.0, "floor_nats": 0.0, "different": []}
+    found["caches_emptied"] = cleared is not None
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         for prompt in prompts:
-            split = await _answer(stub, prompt, "split", spec.parity_output_tokens)
-            colocated = [await _answer(stub, prompt, "colocated", spec.parity_output_tokens) for _ in range(FLOOR_ASKS)]
+            answers = []
+            for path in ("split", *["colocated"] * FLOOR_ASKS):
+                if cleared is not None:
+                    await cleared()
+                answers.append(await _answer(stub, prompt, path, spec.parity_output_tokens))
+            split, *colocated = answers
             found["compared"] += 1
             found["floor"] += all(answer.token_ids == colocated[0].token_ids for answer in colocated)
             found["moved_nats"] = max(found["moved_nats"], gap_noise(split, colocated[0]))

@@ -42,10 +42,20 @@ async def test_where_the_paths_part_the_record_says_how_near_a_tie_that_was() ->
     server.add_generic_rpc_handlers((service,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    times_cleared = 0
+
+    async def cleared() -> None:
+        nonlocal times_cleared
+        times_cleared += 1
+
+    spec = ServePathSpec(parity_lengths=(3, 5), parity_output_tokens=3)
     try:
-        found = await parity(f"127.0.0.1:{port}", ServePathSpec(parity_lengths=(3, 5), parity_output_tokens=3), ("a text",))
+        found = await parity(f"127.0.0.1:{port}", spec, ("a text",), cleared=cleared)
+        uncleared = await parity(f"127.0.0.1:{port}", spec, ("a text",))
     finally:
         await server.stop(0)
+    assert times_cleared == 3 * 4, "three prompts, split once and colocated three times"
+    assert uncleared == {**found, "caches_emptied": False}
     assert (found["compared"], found["equal"], found["floor"]) == (3, 2, 3)
     assert found["floor_nats"] == 0.0
     assert found["moved_nats"] == pytest.approx(0.25, abs=1e-5), "of the first token, where both had said the same"
