@@ -96,9 +96,9 @@ async def parity(
     most that the gap between two best candidates differed between the paths while they had said the same, `floor_nats` between
     colocated answers; a difference at a gap of that size is a near tie, and damaged KV would move it by far more.
 
-    `cleared` empties the workers' prefix caches and is awaited before every answer. Without it whoever is asked first computes the
-    whole prompt and the others its last block only, in matrices of another shape that round differently; `caches_emptied` says
-    which it was.
+    `cleared` empties the workers' prefix caches and is awaited before every answer. Without it whoever is asked first computes
+    the whole prompt and the others its last block only, in matrices of another shape that round differently; `caches_emptied`
+    says which it was.
     """
     prompts: list[Any] = [
         _requests(spec, 700 + length, 1, max(4, length), 1, "parity")[0].prompt_token_ids[:length]
