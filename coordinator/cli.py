@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coordinator import admin_call, pools_cli
 from coordinator.admin_call import DEFAULT_ADMIN, Admin, AsJson, as_dict, fail, print_json
+from coordinator.autoscale_cli import autoscale
 from coordinator.bench.cli import app as bench_app
 from coordinator.compare.records_cli import records as list_records
 from coordinator.compare.records_cli import report as make_report
@@ -34,6 +35,7 @@ app.add_typer(pools_cli.app, name="pools")
 for command in (pools_cli.scale, pools_cli.drain, pools_cli.cordon, pools_cli.uncordon):
     app.command(command.__name__)(command)
 app.command("decisions")(decisions)
+app.command("autoscale")(autoscale)
 app.command("report")(make_report)
 app.command("records")(list_records)
 

@@ -1,4 +1,4 @@
-"""`splitpoint get pools|workers|requests`: what there is, as a table, wide, JSON or YAML."""
+"""`splitpoint get pools|workers|requests|autoscalers`: what there is, as a table, wide, JSON or YAML."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from coordinator import admin_call
+from coordinator import admin_call, autoscale_cli
 from coordinator.admin_call import DEFAULT_ADMIN, Admin, as_dict, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-app = typer.Typer(no_args_is_help=True, help="What there is: pools, workers, requests in flight.")
+app = typer.Typer(no_args_is_help=True, help="What there is: pools, workers, requests in flight, autoscalers.")
 
 
 class Format(enum.StrEnum):
@@ -32,11 +32,11 @@ Output = Annotated[Format, typer.Option("-o", "--output", help="wide: more colum
 
 @app.command("pools")
 def pools(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
-    """Each pool's target beside what it has; JSON and YAML carry the version of the desired pools too."""
+    """Each pool's target beside what it has; JSON and YAML carry the version of the desired pools and the autoscalers too."""
     status = _status(admin)
     if output in (Format.JSON, Format.YAML):
         whole = as_dict(status)
-        print_data({name: whole[name] for name in ("version", "unsettled", "pools")}, output)
+        print_data({name: whole[name] for name in ("version", "unsettled", "pools", "autoscaling") if name in whole}, output)
         return
     columns: dict[str, Callable[[Any], str]] = {
         "pool": lambda p: p.name,
@@ -48,6 +48,7 @@ def pools(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
     }
     if output is Format.WIDE:
         columns |= {
+            "autoscaled": lambda p: _autoscaled(status, p.name),
             "engine": lambda p: p.engine_json,
             "failures": lambda p: str(p.failures),
             "trouble": lambda p: p.detail,
@@ -89,6 +90,28 @@ def workers(
     print_table(columns, found)
 
 
+@app.command("autoscalers")
+def autoscalers(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
+    """Each autoscaled pool's limits, its last decision, and who would get the next accelerator; wide: with the evidence."""
+    autoscaling = _status(admin).autoscaling
+    if output in (Format.JSON, Format.YAML):
+        print_data(as_dict(autoscaling), output)
+        return
+    columns: dict[str, Callable[[Any], str]] = {
+        "pool": lambda a: a.pool,
+        "limits": autoscale_cli.limits,
+        "wants": lambda a: str(a.decision.wanted_replicas) if a.HasField("decision") else "",
+        "last": autoscale_cli.last,
+        "age": lambda a: f"{a.decision.age_s:.0f} s" if a.HasField("decision") else "",
+    }
+    if output is Format.WIDE:
+        columns["evidence"] = lambda a: "\n".join(autoscale_cli.evidence(a))
+    else:
+        columns["why"] = lambda a: a.decision.reason
+    print_table(columns, autoscaling.autoscalers)
+    Console().print("\n".join(autoscale_cli.next_accelerator(autoscaling)), markup=False, soft_wrap=True)
+
+
 @app.command("requests")
 def requests(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
     """What is in flight at every gateway, the oldest first."""
@@ -119,6 +142,11 @@ def requests(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> Non
             "attempts": lambda item: str(item[1].attempts),
         }
     print_table(columns, found)
+
+
+def _autoscaled(status: Any, pool: str) -> str:
+    autoscaler = autoscale_cli.found(status.autoscaling, pool)
+    return "" if autoscaler is None else f"{autoscale_cli.limits(autoscaler)}, {autoscale_cli.last(autoscaler)}"
 
 
 def _status(admin: str) -> Any:

@@ -35,6 +35,9 @@ def scale(
     replicas: Annotated[int, typer.Option(min=0, help="How many workers the pool shall have.")],
     current_replicas: Annotated[int | None, typer.Option(min=0, help="Refuse when the present target is another.")] = None,
     expected_version: Expected = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also when it is autoscaled; its autoscaler goes on from there.")
+    ] = False,
     dry_run: DryRun = False,
     wait: Wait = False,
     timeout: WaitLimit = 600.0,
@@ -45,8 +48,9 @@ def scale(
     from protos.splitpoint.v1 import admin_pb2
 
     request = admin_pb2.ScalePoolRequest(
-        pool=pool, replicas=replicas, current_replicas=current_replicas, expected_version=expected_version, dry_run=dry_run
-    )
+        pool=pool, replicas=replicas, current_replicas=current_replicas, expected_version=expected_version, dry_run=dry_run,
+        force=force,
+    )  # fmt: skip
     reply = admin_call.call(admin, "ScalePool", request)
     if wait and not dry_run:
         reply.pool.CopyFrom(_wait(admin, timeout, lambda status: _pool_behind(status, pool), lambda s: _pool(s, pool)))

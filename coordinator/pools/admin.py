@@ -32,6 +32,10 @@ class AdminBackend(Protocol):
 
     async def apply_pools(self, request: admin_pb2.ApplyPoolsRequest) -> admin_pb2.ApplyPoolsResponse: ...
 
+    async def set_autoscaler(self, request: admin_pb2.SetAutoscalerRequest) -> admin_pb2.SetAutoscalerResponse: ...
+
+    async def remove_autoscaler(self, pool: str) -> None: ...
+
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus: ...
 
     async def cordon(self, worker_id: str, cordoned: bool) -> admin_pb2.WorkerStatus: ...
@@ -95,6 +99,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return admin_pb2.CordonWorkerResponse(worker=await self._backend.cordon(request.worker_id, request.cordoned))
         except SplitpointError as error:
             await abort(context, error)
+
+    async def SetAutoscaler(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            if not request.pool:
+                raise invalid("pool", "pool is missing: name one")
+            return await self._backend.set_autoscaler(request)
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def RemoveAutoscaler(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            if not request.pool:
+                raise invalid("pool", "pool is missing: name one")
+            await self._backend.remove_autoscaler(request.pool)
+        except SplitpointError as error:
+            await abort(context, error)
+        return admin_pb2.RemoveAutoscalerResponse()
 
     async def ListRequests(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         return admin_pb2.ListRequestsResponse(requests=self._requests())

@@ -13,6 +13,8 @@ DEFAULT_ONGOING_REQUESTS = 2.0
 LOAD_TARGETS = ("target_ongoing_requests", "target_queued_tokens", "target_kv_usage", "target_decode_batch")
 """Each is for one worker; the pool gets as many workers as the largest of them wants."""
 MAX_DELAY_S = 86_400.0
+MAX_SAMPLES = 1000
+"""Of one look-back period."""
 
 
 class AutoscalePolicy(BaseModel):
@@ -51,6 +53,9 @@ class AutoscalePolicy(BaseModel):
         if self.look_back_period_s < self.metrics_interval_s:
             limit = f"metrics_interval_s ({self.metrics_interval_s:g})"
             raise ValueError(f"look_back_period_s must be at least {limit}, got {self.look_back_period_s:g}")
+        if self.look_back_period_s > MAX_SAMPLES * self.metrics_interval_s:
+            limit = f"{MAX_SAMPLES} times metrics_interval_s ({self.metrics_interval_s:g})"
+            raise ValueError(f"look_back_period_s must be at most {limit}, got {self.look_back_period_s:g}")
         return self
 
     @property

@@ -7,6 +7,7 @@ reconciles with running workers instead of restarting them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -19,6 +20,8 @@ from ray.exceptions import RayError
 
 from coordinator.config import served_model_name
 from coordinator.pools import admin
+from coordinator.pools.autoscale_sampler import Heard
+from coordinator.pools.autoscaler import Autoscaler
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, Member, rules_of
 from coordinator.pools.probe import answers
@@ -32,7 +35,7 @@ from coordinator.pools.ray_fleet import (
     live_workers,
     wait_death,
 )
-from coordinator.pools.ray_gateway import drain_gateways
+from coordinator.pools.ray_gateway import GATEWAY_PREFIX, drain_gateways
 from coordinator.pools.ray_gateways import Gateways
 from coordinator.pools.ray_worker import WorkerActor
 from coordinator.pools.reconcile import (
@@ -80,11 +83,15 @@ class CoordinatorActor:
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
         self._gateways = Gateways(spec, self._rules.heartbeat_interval_s)
+        self._autoscaler = Autoscaler(self._store, self._pools, self._fleet, self._rules.heartbeat_limit_s)
+        self._autoscaler_set = asyncio.Event()
         self._ending = False
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
         self._loop_task.add_done_callback(_end_process)
+        self._autoscale_task = asyncio.get_running_loop().create_task(self._autoscale())
+        self._autoscale_task.add_done_callback(_end_process)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -104,6 +111,18 @@ class CoordinatorActor:
                 await asyncio.wait_for(self._wake.wait(), self._rules.heartbeat_interval_s)
             except TimeoutError:
                 continue
+
+    async def _autoscale(self) -> None:
+        """Beside the loop, which it only wakes; it goes by what was heard anyway and calls nobody."""
+        await self._ready.wait()
+        names = tuple(f"{GATEWAY_PREFIX}{index}" for index in range(self._spec.settings.coordinator.gateways))
+        while True:
+            self._autoscaler_set.clear()
+            heard = Heard(reports=self._gateways.reports, heard_s=self._gateways.heard_s, expected=names)
+            if not self._ending and self._autoscaler.run(heard, time.monotonic()):
+                self._wake.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._autoscaler_set.wait(), self._autoscaler.interval_s)
 
     async def _adopt(self) -> None:
         """After a restart: wait until the live workers have been heard, so that nobody is told of an empty membership.
@@ -293,6 +312,7 @@ class CoordinatorActor:
         reply = admin.status(pools, views, beats, list(self._gateways.reports.values()), served_model_name(self._spec.settings))
         reply.version = self._pools.present.version
         reply.unsettled.extend(self._pools.unsettled(self._gateways.reports.values()))
+        reply.autoscaling.CopyFrom(self._autoscaler.status(time.monotonic()))
         return reply
 
     def _pool_status(self, target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
@@ -305,8 +325,9 @@ class CoordinatorActor:
         return list(self._gateways.faults.values())
 
     async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
-        """Raises `SplitpointError`: see `DesiredPools.scale`."""
+        """Raises `SplitpointError`: see `DesiredPools.scale`; `CONFLICT` also for an autoscaled pool."""
         await self._ready.wait()
+        self._autoscaler.check_operator(request)
         target, steps = self._pools.scale(
             request.pool,
             request.replicas,
@@ -317,6 +338,18 @@ class CoordinatorActor:
         self._wake.set()
         status = self._pool_status(target, self._fleet.views(time.monotonic()))
         return admin_pb2.ScalePoolResponse(pool=status, plan=admin.plan(steps), version=self._pools.present.version)
+
+    async def set_autoscaler(self, request: admin_pb2.SetAutoscalerRequest) -> admin_pb2.SetAutoscalerResponse:
+        """Raises `SplitpointError`: see `Autoscaler.set`."""
+        await self._ready.wait()
+        status = self._autoscaler.set(request, time.monotonic())
+        self._autoscaler_set.set()
+        return admin_pb2.SetAutoscalerResponse(autoscaler=status)
+
+    async def remove_autoscaler(self, pool: str) -> None:
+        """Raises `SplitpointError(NOT_FOUND)`."""
+        await self._ready.wait()
+        self._autoscaler.remove(pool)
 
     async def apply_pools(self, request: admin_pb2.ApplyPoolsRequest) -> admin_pb2.ApplyPoolsResponse:
         """Raises `SplitpointError`: see `DesiredPools.apply`."""

@@ -71,6 +71,12 @@ class CoordinatorBackend:
     async def apply_pools(self, request: admin_pb2.ApplyPoolsRequest) -> admin_pb2.ApplyPoolsResponse:
         return await _ask(lambda c: c.apply_pools.remote(request))
 
+    async def set_autoscaler(self, request: admin_pb2.SetAutoscalerRequest) -> admin_pb2.SetAutoscalerResponse:
+        return await _ask(lambda c: c.set_autoscaler.remote(request))
+
+    async def remove_autoscaler(self, pool: str) -> None:
+        await _ask(lambda c: c.remove_autoscaler.remote(pool))
+
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
         return await _ask(lambda c: c.drain.remote(worker_id, timeout_s), None)
 

@@ -175,7 +175,8 @@ def check_scale(
         raise SplitpointError(Code.CONFLICT, message, param="current_replicas")
     if replicas == 0 and not any(t.replicas and t.role in colocated_roles for t in targets if t.name != pool):
         roles = ", ".join(sorted(colocated_roles))
-        message = f"pool {pool} cannot go to 0: no other pool of a role that serves whole requests ({roles}) has a replica"
+        message = f"pool {pool} cannot go to 0: its {target.role} leg would have no worker, and no other pool of a role that"
+        message += f" serves whole requests ({roles}) has a replica"
         raise SplitpointError(Code.CONFLICT, message, param="replicas")
     return replace(target, replicas=replicas)
 

@@ -1,4 +1,4 @@
-"""Desired state on the head's disk: pools, labels, drains, cordons, the next worker number. SQLite, one small file.
+"""Desired state on the head's disk: pools, autoscalers, labels, drains, cordons, the next worker number. SQLite, one small file.
 
 Survives the coordinator actor. What is *actual* is asked of the live workers; stored of it is only what the dead cannot say any
 more: which processes served, and whose deaths are still to be told.
@@ -30,6 +30,8 @@ CREATE TABLE IF NOT EXISTS run (only INTEGER PRIMARY KEY CHECK (only = 0), run_i
 CREATE TABLE IF NOT EXISTS process
   (worker_id TEXT PRIMARY KEY, incarnation TEXT NOT NULL, node_id TEXT NOT NULL, refs TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS fence (incarnation TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS autoscaler (pool TEXT PRIMARY KEY, policy TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS accelerator_budget (only INTEGER PRIMARY KEY CHECK (only = 0), accelerators INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS counter (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
 
@@ -72,15 +74,15 @@ class Store:
         self._db.executescript(_SCHEMA)
 
     def begin_run(self, run_id: str, pools: Mapping[str, PoolSettings]) -> bool:
-        """A new run takes `pools` and forgets the former run's labels, drains and cordons; the same run, after a restart of the
-        coordinator, keeps what operators have asked for since. True for a new run."""
+        """A new run takes `pools` and forgets the former run's labels, drains, cordons and autoscalers; the same run, after a
+        restart of the coordinator, keeps what operators have asked for since. True for a new run."""
         row = self._db.execute("SELECT run_id FROM run").fetchone()
         if row is not None and row[0] == run_id:
             return False
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (run_id,))
-            for table in ("draining", "process", "fence", "label", "cordoned"):
+            for table in ("draining", "process", "fence", "label", "cordoned", "autoscaler", "accelerator_budget"):
                 self._db.execute(f"DELETE FROM {table}")
             self._replace_pools(pools, 0)
         return True
@@ -124,6 +126,31 @@ class Store:
         """Idempotent."""
         statement = "INSERT OR IGNORE INTO cordoned VALUES (?)" if cordoned else "DELETE FROM cordoned WHERE worker_id = ?"
         self._db.execute(statement, (worker_id,))
+
+    def autoscalers(self) -> dict[str, str]:
+        """The policy of each autoscaled pool, JSON, in the order they were made."""
+        return dict(self._db.execute("SELECT pool, policy FROM autoscaler ORDER BY rowid"))
+
+    def put_autoscaler(self, pool: str, policy: str | None) -> None:
+        """None: the pool is not autoscaled any more. Idempotent."""
+        if policy is None:
+            self._db.execute("DELETE FROM autoscaler WHERE pool = ?", (pool,))
+        else:
+            self._db.execute(
+                "INSERT INTO autoscaler VALUES (?, ?) ON CONFLICT (pool) DO UPDATE SET policy = excluded.policy", (pool, policy)
+            )
+
+    def accelerator_budget(self) -> int | None:
+        """Accelerators that autoscalers may take all pools together to; None: no limit."""
+        row = self._db.execute("SELECT accelerators FROM accelerator_budget").fetchone()
+        return None if row is None else int(row[0])
+
+    def put_accelerator_budget(self, accelerators: int | None) -> None:
+        """Idempotent."""
+        if accelerators is None:
+            self._db.execute("DELETE FROM accelerator_budget")
+        else:
+            self._db.execute("INSERT OR REPLACE INTO accelerator_budget VALUES (0, ?)", (accelerators,))
 
     def draining(self) -> dict[WorkerId, float]:
         """Seconds left of each drain; negative when its time is over. Kept as wall-clock time: it must survive a restart."""

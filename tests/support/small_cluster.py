@@ -41,10 +41,10 @@ class SmallCluster:
         self._settings = settings
         self._folder = folder
         self._rules = rules_of(settings)
-        self._store = Store(folder / "state.sqlite3")
-        self._store.begin_run("run", settings.pools)
+        self.store = Store(folder / "state.sqlite3")
+        self.store.begin_run("run", settings.pools)
         self.fleet = Fleet()
-        self.pools = DesiredPools(settings, self._store, self.fleet, self._rules.whole_roles)
+        self.pools = DesiredPools(settings, self.store, self.fleet, self._rules.whole_roles)
         self.processes: dict[WorkerId, WorkerProcess] = {}
         self._lives: dict[WorkerId, asyncio.Task[str]] = {}
         self._stops: dict[WorkerId, asyncio.Task[None]] = {}
@@ -63,7 +63,7 @@ class SmallCluster:
     async def settled(self, core: GatewayCore, timeout_s: float = 40.0) -> None:
         """Until everything is as desired, and `core` knows it."""
         until_s = time.monotonic() + timeout_s
-        while lines := self.pools.unsettled([_report(core)]):
+        while lines := self.pools.unsettled([report_of(core)]):
             assert time.monotonic() < until_s, lines
             await self._passed.wait()
 
@@ -71,11 +71,11 @@ class SmallCluster:
         """What was only in its memory is lost; it goes on from the disk and from what the live workers say."""
         self._ready.clear()
         await self._end_loop()
-        self._store.close()
-        self._store = Store(self._folder / "state.sqlite3")
-        assert not self._store.begin_run("run", self._settings.pools), "the same run"
+        self.store.close()
+        self.store = Store(self._folder / "state.sqlite3")
+        assert not self.store.begin_run("run", self._settings.pools), "the same run"
         self.fleet = Fleet()
-        self.pools = DesiredPools(self._settings, self._store, self.fleet, self._rules.whole_roles)
+        self.pools = DesiredPools(self._settings, self.store, self.fleet, self._rules.whole_roles)
         while len(self.fleet.members) < len(self._lives):
             await self.fleet.next_change(20.0)
         self.pools.resume_cordons()
@@ -122,7 +122,7 @@ class SmallCluster:
     def _start(self, pool: str, now_s: float) -> None:
         target = self.pools.present.target(pool)
         assert target is not None
-        worker_id, slot = self._store.next_worker_id(pool), self.fleet.free_slot()
+        worker_id, slot = self.store.next_worker_id(pool), self.fleet.free_slot()
         self.fleet.created(worker_id, pool, target.role, slot, now_s, engine=target.engine, ranks=target.ranks)
         spec = WorkerSpec(
             worker_id=worker_id, pool=pool, role=target.role, slot=slot, settings=self.pools.present.settings,
@@ -155,16 +155,18 @@ class SmallCluster:
             for worker_id, life in self._lives.items():
                 await self.processes[worker_id].stop("the test is over")
                 await life
-            self._store.close()
+            self.store.close()
 
 
-def _report(core: GatewayCore) -> GatewayReport:
+def report_of(core: GatewayCore) -> GatewayReport:
+    """What the gateway actor says of itself, as far as pools go by it."""
     membership = core.membership
     ready = [view for view in membership.views if view.state is WorkerState.READY]
     return GatewayReport(
         gateway_id="gateway/0", http_address="", grpc_address="", admin_address="", in_flight=core.in_flight, pid=0, tasks=0,
         open_files=0, membership_age_s=0.0, ready=core.ready(), epoch=membership.epoch, version=membership.version,
         unconnected=tuple(v.worker_id for v in ready if not membership.connected(v.incarnation)),
+        loads=core.loads(), lacking=dict(core.pool_loads.lacking),
     )  # fmt: skip
 
 

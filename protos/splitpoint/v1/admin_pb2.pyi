@@ -140,34 +140,38 @@ class GatewayStatus(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., http_address: _Optional[str] = ..., grpc_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., in_flight: _Optional[int] = ..., pid: _Optional[int] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., open_circuits: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("pools", "workers", "gateways", "model", "version", "unsettled")
+    __slots__ = ("pools", "workers", "gateways", "model", "version", "unsettled", "autoscaling")
     POOLS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UNSETTLED_FIELD_NUMBER: _ClassVar[int]
+    AUTOSCALING_FIELD_NUMBER: _ClassVar[int]
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
     model: str
     version: int
     unsettled: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., model: _Optional[str] = ..., version: _Optional[int] = ..., unsettled: _Optional[_Iterable[str]] = ...) -> None: ...
+    autoscaling: Autoscaling
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., model: _Optional[str] = ..., version: _Optional[int] = ..., unsettled: _Optional[_Iterable[str]] = ..., autoscaling: _Optional[_Union[Autoscaling, _Mapping]] = ...) -> None: ...
 
 class ScalePoolRequest(_message.Message):
-    __slots__ = ("pool", "replicas", "current_replicas", "dry_run", "expected_version")
+    __slots__ = ("pool", "replicas", "current_replicas", "dry_run", "expected_version", "force")
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     CURRENT_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     pool: str
     replicas: int
     current_replicas: int
     dry_run: bool
     expected_version: int
-    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., current_replicas: _Optional[int] = ..., dry_run: _Optional[bool] = ..., expected_version: _Optional[int] = ...) -> None: ...
+    force: bool
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., current_replicas: _Optional[int] = ..., dry_run: _Optional[bool] = ..., expected_version: _Optional[int] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class ScalePoolResponse(_message.Message):
     __slots__ = ("pool", "plan", "version")
@@ -222,6 +226,150 @@ class WorkerPlan(_message.Message):
     new_pool: str
     reason: str
     def __init__(self, action: _Optional[str] = ..., worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., new_pool: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AutoscalePolicy(_message.Message):
+    __slots__ = ("min_replicas", "max_replicas", "target_ongoing_requests", "target_queued_tokens", "target_kv_usage", "target_decode_batch", "ttft_goal_s", "tpot_goal_s", "target_attainment", "upscale_delay_s", "downscale_delay_s", "downscale_to_zero_delay_s", "metrics_interval_s", "look_back_period_s", "aggregation_function", "upscaling_factor", "downscaling_factor", "tolerance")
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ONGOING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_DECODE_BATCH_FIELD_NUMBER: _ClassVar[int]
+    TTFT_GOAL_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_GOAL_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    UPSCALE_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    DOWNSCALE_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    DOWNSCALE_TO_ZERO_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    METRICS_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    LOOK_BACK_PERIOD_S_FIELD_NUMBER: _ClassVar[int]
+    AGGREGATION_FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    UPSCALING_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    DOWNSCALING_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    min_replicas: int
+    max_replicas: int
+    target_ongoing_requests: float
+    target_queued_tokens: float
+    target_kv_usage: float
+    target_decode_batch: float
+    ttft_goal_s: float
+    tpot_goal_s: float
+    target_attainment: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+    downscale_to_zero_delay_s: float
+    metrics_interval_s: float
+    look_back_period_s: float
+    aggregation_function: str
+    upscaling_factor: float
+    downscaling_factor: float
+    tolerance: float
+    def __init__(self, min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., target_ongoing_requests: _Optional[float] = ..., target_queued_tokens: _Optional[float] = ..., target_kv_usage: _Optional[float] = ..., target_decode_batch: _Optional[float] = ..., ttft_goal_s: _Optional[float] = ..., tpot_goal_s: _Optional[float] = ..., target_attainment: _Optional[float] = ..., upscale_delay_s: _Optional[float] = ..., downscale_delay_s: _Optional[float] = ..., downscale_to_zero_delay_s: _Optional[float] = ..., metrics_interval_s: _Optional[float] = ..., look_back_period_s: _Optional[float] = ..., aggregation_function: _Optional[str] = ..., upscaling_factor: _Optional[float] = ..., downscaling_factor: _Optional[float] = ..., tolerance: _Optional[float] = ...) -> None: ...
+
+class AutoscaleSignal(_message.Message):
+    __slots__ = ("name", "value", "target", "wanted_replicas", "samples")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    WANTED_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    target: float
+    wanted_replicas: int
+    samples: int
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ..., target: _Optional[float] = ..., wanted_replicas: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class AutoscaleDecision(_message.Message):
+    __slots__ = ("action", "current_replicas", "replicas", "wanted_replicas", "reason", "signals", "age_s")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SIGNALS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    current_replicas: int
+    replicas: int
+    wanted_replicas: int
+    reason: str
+    signals: _containers.RepeatedCompositeFieldContainer[AutoscaleSignal]
+    age_s: float
+    def __init__(self, action: _Optional[str] = ..., current_replicas: _Optional[int] = ..., replicas: _Optional[int] = ..., wanted_replicas: _Optional[int] = ..., reason: _Optional[str] = ..., signals: _Optional[_Iterable[_Union[AutoscaleSignal, _Mapping]]] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class AutoscalerStatus(_message.Message):
+    __slots__ = ("pool", "policy", "decision")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    policy: AutoscalePolicy
+    decision: AutoscaleDecision
+    def __init__(self, pool: _Optional[str] = ..., policy: _Optional[_Union[AutoscalePolicy, _Mapping]] = ..., decision: _Optional[_Union[AutoscaleDecision, _Mapping]] = ...) -> None: ...
+
+class AcceleratorGain(_message.Message):
+    __slots__ = ("pool", "goodput_per_s", "workers", "accelerators", "legs_per_s", "share_now", "share_more", "partner_share", "basis")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ACCELERATORS_FIELD_NUMBER: _ClassVar[int]
+    LEGS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SHARE_NOW_FIELD_NUMBER: _ClassVar[int]
+    SHARE_MORE_FIELD_NUMBER: _ClassVar[int]
+    PARTNER_SHARE_FIELD_NUMBER: _ClassVar[int]
+    BASIS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    goodput_per_s: float
+    workers: int
+    accelerators: int
+    legs_per_s: float
+    share_now: float
+    share_more: float
+    partner_share: float
+    basis: str
+    def __init__(self, pool: _Optional[str] = ..., goodput_per_s: _Optional[float] = ..., workers: _Optional[int] = ..., accelerators: _Optional[int] = ..., legs_per_s: _Optional[float] = ..., share_now: _Optional[float] = ..., share_more: _Optional[float] = ..., partner_share: _Optional[float] = ..., basis: _Optional[str] = ...) -> None: ...
+
+class Autoscaling(_message.Message):
+    __slots__ = ("autoscalers", "next", "accelerators_taken", "accelerator_budget")
+    AUTOSCALERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    ACCELERATORS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    ACCELERATOR_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    autoscalers: _containers.RepeatedCompositeFieldContainer[AutoscalerStatus]
+    next: _containers.RepeatedCompositeFieldContainer[AcceleratorGain]
+    accelerators_taken: int
+    accelerator_budget: int
+    def __init__(self, autoscalers: _Optional[_Iterable[_Union[AutoscalerStatus, _Mapping]]] = ..., next: _Optional[_Iterable[_Union[AcceleratorGain, _Mapping]]] = ..., accelerators_taken: _Optional[int] = ..., accelerator_budget: _Optional[int] = ...) -> None: ...
+
+class SetAutoscalerRequest(_message.Message):
+    __slots__ = ("pool", "policy", "dry_run", "accelerator_budget")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    ACCELERATOR_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    policy: AutoscalePolicy
+    dry_run: bool
+    accelerator_budget: int
+    def __init__(self, pool: _Optional[str] = ..., policy: _Optional[_Union[AutoscalePolicy, _Mapping]] = ..., dry_run: _Optional[bool] = ..., accelerator_budget: _Optional[int] = ...) -> None: ...
+
+class SetAutoscalerResponse(_message.Message):
+    __slots__ = ("autoscaler",)
+    AUTOSCALER_FIELD_NUMBER: _ClassVar[int]
+    autoscaler: AutoscalerStatus
+    def __init__(self, autoscaler: _Optional[_Union[AutoscalerStatus, _Mapping]] = ...) -> None: ...
+
+class RemoveAutoscalerRequest(_message.Message):
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    def __init__(self, pool: _Optional[str] = ...) -> None: ...
+
+class RemoveAutoscalerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker_id", "timeout_s")

@@ -59,6 +59,16 @@ class AdminServiceStub:
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetAutoscaler = channel.unary_unary(
+                '/splitpoint.v1.AdminService/SetAutoscaler',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.SetAutoscalerRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.SetAutoscalerResponse.FromString,
+                _registered_method=True)
+        self.RemoveAutoscaler = channel.unary_unary(
+                '/splitpoint.v1.AdminService/RemoveAutoscaler',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RemoveAutoscalerRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RemoveAutoscalerResponse.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/splitpoint.v1.AdminService/ListRequests',
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
@@ -111,6 +121,20 @@ class AdminServiceServicer:
 
     def CordonWorker(self, request, context):
         """Offer a worker nothing new, or offer it again. It keeps its place in its pool and what it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAutoscaler(self, request, context):
+        """Let a pool's target follow its load within limits, instead of an operator's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAutoscaler(self, request, context):
+        """The target stays where it is and is an operator's again. NOT_FOUND when the pool is not autoscaled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,6 +194,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CordonWorker,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerResponse.SerializeToString,
+            ),
+            'SetAutoscaler': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAutoscaler,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.SetAutoscalerRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.SetAutoscalerResponse.SerializeToString,
+            ),
+            'RemoveAutoscaler': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAutoscaler,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RemoveAutoscalerRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RemoveAutoscalerResponse.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -327,6 +361,60 @@ class AdminService:
             '/splitpoint.v1.AdminService/CordonWorker',
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerRequest.SerializeToString,
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAutoscaler(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.AdminService/SetAutoscaler',
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.SetAutoscalerRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.SetAutoscalerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAutoscaler(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.AdminService/RemoveAutoscaler',
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.RemoveAutoscalerRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.RemoveAutoscalerResponse.FromString,
             options,
             channel_credentials,
             insecure,
