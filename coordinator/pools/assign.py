@@ -3,9 +3,9 @@
 A worker can serve any role, and its engine is all that cannot be changed while it runs. So a pool that lacks workers takes them
 first from those that another pool has too many of and whose engine arguments are the same: a new label, no load of the model.
 
-What an apply *replaces* (a pool that is gone, or whose engine arguments have changed) holds accelerators that its successors
-need: while any of it is left, starts are limited to `budget_ranks`, and the last worker that could serve a request stays until
-a successor is ready, if there is room for a successor beside it.
+What a change *replaces* (a pool that is gone or scaled to 0, or whose engine arguments have changed) holds accelerators that
+its successors need: while any of it is left, starts are limited to `budget_ranks`, and the last worker that could serve a
+request stays until a successor is ready, if there is room for a successor beside it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Assignment:
     workers: Mapping[WorkerId, Assigned]
     missing: Mapping[str, int]
     startable: Mapping[str, int]
+    replacing: bool = False
+    """Workers that a change replaces are left, so it is not over."""
 
 
 def assign(
@@ -62,6 +64,7 @@ def assign(
     places = dict.fromkeys(by_name, 0)
     fates: dict[WorkerId, Assigned] = {}
     free: list[WorkerRecord] = []
+    going: list[WorkerRecord] = []
     for worker in alive:
         home = by_name.get(worker.pool)
         at_home = home is not None and worker.engine in (None, home.engine)
@@ -76,7 +79,9 @@ def assign(
     for name, target in by_name.items():
         ordered = sorted(staying[name], key=_worth, reverse=True)
         staying[name], surplus = ordered[: target.replicas], ordered[target.replicas :]
-        free.extend(surplus)
+        # Who shrinks a pool by the worker that is cordoned wants it gone, and no other pool is served by it.
+        free.extend(worker for worker in surplus if not worker.cordoned)
+        going.extend(worker for worker in surplus if worker.cordoned)
         for worker in staying[name]:
             fates[worker.worker_id] = _labelled(worker, target)
     missing = {n: max(0, t.replicas - len(staying[n]) - places[n]) for n, t in by_name.items()}
@@ -86,19 +91,19 @@ def assign(
         fates.update(taken)
         free = [w for w in free if w.worker_id not in taken]
         missing[name] -= len(taken)
-    for worker in free:
+    for worker in (*going, *free):
         fates[worker.worker_id] = Assigned(worker, Fate.STOP, None, _why_gone(worker, by_name.get(worker.pool)))
     replaced = [w for w in alive if _is_replaced(w, fates[w.worker_id], by_name)]
     startable = dict(missing)
     if replaced:
         budget = max(budget_ranks, sum(t.replicas * t.ranks for t in targets))
         room = budget - sum(w.ranks for w in alive)
-        going = [w for w in replaced if fates[w.worker_id].fate is Fate.STOP]
-        kept = _keeper(going, fates.values(), missing, by_name, room, whole_roles)
+        stopped = [w for w in replaced if fates[w.worker_id].fate is Fate.STOP]
+        kept = _keeper(stopped, fates.values(), missing, by_name, room, whole_roles)
         if kept is not None:
             fates[kept.worker_id] = Assigned(kept, Fate.HOLD, None, "serves until a successor is ready")
         startable = _within(room, missing, by_name)
-    return Assignment({w.worker_id: fates[w.worker_id] for w in alive}, missing, startable)
+    return Assignment({w.worker_id: fates[w.worker_id] for w in alive}, missing, startable, bool(replaced))
 
 
 def _worth(worker: WorkerRecord) -> tuple[bool, bool, float]:
@@ -125,7 +130,7 @@ def _is_replaced(worker: WorkerRecord, assigned: Assigned, by_name: Mapping[str,
     if assigned.target is not None:
         return False
     home = by_name.get(worker.pool)
-    return home is None or worker.engine not in (None, home.engine)
+    return home is None or not home.replicas or worker.engine not in (None, home.engine)
 
 
 def _keeper(
@@ -138,12 +143,12 @@ def _keeper(
 ) -> WorkerRecord | None:
     """Of those that go, the one that serves until a successor does: None when somebody else serves, nothing is to be started,
     or a successor would not fit beside it."""
-    stay = [a.worker for a in fates if a.target is not None]
+    stay = [a for a in fates if a.target is not None]
     able = [w for w in going if _serves(w) and w.role in whole_roles]
-    if not able or any(_serves(w) for w in stay):
+    if not able or _answers({a.target.role for a in stay if a.target is not None and _serves(a.worker)}, whole_roles):
         return None
     keeper = max(able, key=lambda w: (w.role is not Role.PREFILL, -w.created_s))
-    if any(w.state is WorkerState.STARTING for w in stay):
+    if any(a.worker.state is WorkerState.STARTING for a in stay):
         return keeper
     needs = [by_name[name].ranks for name, count in missing.items() if count]
     leaving_ranks = sum(a.worker.ranks for a in fates if a.target is None and a.worker.worker_id != keeper.worker_id)
@@ -152,6 +157,11 @@ def _keeper(
 
 def _serves(worker: WorkerRecord) -> bool:
     return worker.state is WorkerState.READY and not worker.cordoned
+
+
+def _answers(roles: Collection[Role], whole_roles: frozenset[Role]) -> bool:
+    """Workers of these roles are enough to answer a request: one that is offered whole ones, or a pair of phases."""
+    return bool(whole_roles & set(roles)) or {Role.PREFILL, Role.DECODE} <= set(roles)
 
 
 def _within(room: int, missing: Mapping[str, int], by_name: Mapping[str, PoolTarget]) -> dict[str, int]:

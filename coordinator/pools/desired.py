@@ -59,10 +59,17 @@ def desired(run: Settings, pools: Mapping[str, PoolSettings], *, version: int, b
 
 
 def changed(
-    run: Settings, present: Desired, pools: Mapping[str, PoolSettings], *, expected: int | None, whole_roles: frozenset[Role]
+    run: Settings,
+    present: Desired,
+    pools: Mapping[str, PoolSettings],
+    *,
+    expected: int | None,
+    whole_roles: frozenset[Role],
+    replacing: bool = False,
 ) -> Desired:
     """What `present` becomes when `pools` replace its own; its version is still that of `present`. `expected` is the version
-    that the caller has seen, `whole_roles` are offered whole requests.
+    that the caller has seen, `whole_roles` are offered whole requests. `replacing`: the change to `present` is not over, so
+    what could be held for it still can.
 
     Raises:
         SplitpointError: `CONFLICT` another version, or nobody would be left to serve a request; `INVALID_VALUE` names what
@@ -84,7 +91,7 @@ def changed(
     if not (roles & whole_roles or {Role.PREFILL, Role.DECODE} <= roles):
         message = "nobody would be left to serve a request: neither a pool that is offered whole ones nor a pair of phases"
         raise SplitpointError(Code.CONFLICT, message, param="pools")
-    return replace(new, budget_ranks=max(present.ranks, new.ranks))
+    return replace(new, budget_ranks=max(present.ranks, new.ranks, present.budget_ranks if replacing else 0))
 
 
 def check_version(present: Desired, expected: int | None) -> None:

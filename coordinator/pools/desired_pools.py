@@ -70,7 +70,14 @@ class DesiredPools:
         return steps
 
     def _change(self, pools: Mapping[str, PoolSettings], expected: int | None, dry_run: bool) -> list[Step]:
-        new = changed(self._run, self.present, pools, expected=expected, whole_roles=self._whole_roles)
+        new = changed(
+            self._run,
+            self.present,
+            pools,
+            expected=expected,
+            whole_roles=self._whole_roles,
+            replacing=self._assignment(self.present).replacing,
+        )
         steps = plan(self._assignment(new))
         if not dry_run:
             self._store.put_pools(pools, new.budget_ranks)

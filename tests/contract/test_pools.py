@@ -156,6 +156,21 @@ async def test_other_engine_arguments_restart_workers_one_serving_until_a_succes
     assert await rig.held() == [(0, 0, 0)] * 2
 
 
+async def test_an_apply_that_is_repeated_while_it_runs_keeps_who_serves_until_a_successor_does(rig: Rig) -> None:
+    pools = rig.cluster.pools
+    async with rig.load() as answered:
+        for _ in range(3):
+            pools.apply(OTHER_ENGINE)
+        pools.scale("both", 1)
+        pools.scale("both", 1)
+        assert pools.present.budget_ranks == 3, "what the first set had may be held until the change is over"
+        await rig.cluster.settled(rig.under_test.core)
+    assert answered
+    assert list(rig.members().values()) == [("both", "colocated")]
+    pools.scale("both", 2)
+    assert pools.present.budget_ranks == 2, "and not after it"
+
+
 async def test_a_coordinator_that_is_lost_in_a_change_comes_back_to_it(rig: Rig) -> None:
     """No worker has heard of its new label when the coordinator is gone; who was cordoned stays so."""
     before = rig.incarnations()

@@ -100,6 +100,18 @@ class TestRelabel:
         ]
         assert left == [{"prefill-1"}, {"prefill-1", "prefill-2"}, {"prefill-1", "prefill-2", "prefill-4"}]
 
+    def test_a_cordoned_surplus_worker_goes_and_serves_no_other_pool(self) -> None:
+        """To cordon a worker and shrink its pool is how one asks for its end."""
+        bad = worker("decode-1", Role.DECODE, cordoned=True)
+        done = run((pool("prefill", Role.PREFILL, 2), pool("decode", Role.DECODE, 1)), [P1, bad, D2])
+        assert fates(done) == {"prefill-1": "keep prefill", "decode-1": "stop", "decode-2": "keep decode"}
+        assert done.missing == {"prefill": 1, "decode": 0}
+
+    def test_a_cordoned_worker_of_a_pool_that_is_gone_keeps_its_engine(self) -> None:
+        bad = worker("decode-1", Role.DECODE, cordoned=True)
+        done = run((pool("both", Role.COLOCATED, 2),), [P1, bad])
+        assert fates(done) == {"prefill-1": "relabel both", "decode-1": "relabel both"}
+
 
 class TestReplace:
     """Pools whose engine arguments change: accelerators are freed first, and somebody serves meanwhile where that can be."""
@@ -131,6 +143,30 @@ class TestReplace:
         assert fates(run(small, [P1, D1])) == {"prefill-1": "stop", "decode-1": "stop"}
         assert fates(run(small, [P1, D1], budget_ranks=2)) == {"prefill-1": "stop", "decode-1": "hold"}
         assert run(small, [D1], budget_ranks=2).startable == {"both": 1}
+
+    def test_the_last_that_serves_of_a_pool_that_is_scaled_to_0_waits_for_its_successor(self) -> None:
+        old = worker("old-1", Role.COLOCATED)
+        targets = (pool("old", Role.COLOCATED, 0), pool("both", Role.COLOCATED, 1, "b"))
+        first = run(targets, [old], budget_ranks=2)
+        assert fates(first) == {"old-1": "hold"}
+        assert first.startable == {"old": 0, "both": 1}
+        loading = run(targets, [old, worker("both-2", Role.COLOCATED, STARTING, engine="b")], budget_ranks=2)
+        assert fates(loading) == {"old-1": "hold", "both-2": "keep both"}
+        served = run(targets, [old, worker("both-2", Role.COLOCATED, engine="b")], budget_ranks=2)
+        assert fates(served) == {"old-1": "stop", "both-2": "keep both"}
+
+    def test_a_phase_that_is_scaled_to_0_while_the_other_starts_again_waits_for_it(self) -> None:
+        again = worker("prefill-3", Role.PREFILL, STARTING)
+        targets = (pool("prefill", Role.PREFILL, 1), pool("decode", Role.DECODE, 0))
+        assert fates(run(targets, [again, D1], budget_ranks=2)) == {"prefill-3": "keep prefill", "decode-1": "hold"}
+        assert fates(run(targets, [P1, D1], budget_ranks=2)) == {"prefill-1": "keep prefill", "decode-1": "stop"}
+
+    def test_a_phase_that_stays_alone_serves_only_where_it_is_offered_whole_requests(self) -> None:
+        targets = (pool("prefill", Role.PREFILL, 1), pool("both", Role.COLOCATED, 1, "b"))
+        whole = frozenset({Role.COLOCATED})
+        old = worker("both-1", Role.COLOCATED)
+        assert fates(assign(targets, [P1, old], budget_ranks=3, whole_roles=whole))["both-1"] == "hold"
+        assert fates(assign(targets, [P1, old], budget_ranks=3, whole_roles=ALL_ROLES))["both-1"] == "stop"
 
     def test_a_worker_that_stays_serves_so_all_the_others_go_at_once(self) -> None:
         done = run((pool("prefill", Role.PREFILL, 1), pool("decode", Role.DECODE, 1, "b")), [P1, D1])
