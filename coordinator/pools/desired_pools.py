@@ -14,7 +14,7 @@ from coordinator.pools.reconcile import check_scale
 from coordinator.pools.records import PoolTarget
 from coordinator.pools.reports import GatewayReport
 from coordinator.pools.store import Store
-from coordinator.routing.views import Role
+from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
 
@@ -103,6 +103,19 @@ class DesiredPools:
         self._fleet.cordon(known, cordoned)
         log.info("worker %s is %s", known, "cordoned" if cordoned else "not cordoned any more")
         return known
+
+    def drain(self, worker_id: WorkerId, timeout_s: float, now_s: float, reason: str) -> None:
+        """It is offered nothing new from now on, and what it still has after `timeout_s` is ended. One that drains already
+        keeps the earlier end. `now_s` is monotonic. Unknown and dead workers are passed over."""
+        member, until_s = self._fleet.members.get(worker_id), now_s + timeout_s
+        if member is None or member.record.state is WorkerState.DEAD:
+            return
+        before_s = member.record.draining_until_s
+        if before_s is not None and before_s <= until_s:
+            return
+        log.info("draining worker %s, at most %.0f s: %s", worker_id, timeout_s, reason)
+        self._store.put_draining(worker_id, timeout_s)
+        self._fleet.drain(worker_id, until_s)
 
     def worker(self, worker_id: str) -> WorkerId:
         """Raises `SplitpointError(NOT_FOUND)` naming those there are."""

@@ -165,7 +165,7 @@ class CoordinatorActor:
             case ProbeWorker(worker_id):
                 work = self._probe(worker_id)
             case DrainWorker(worker_id, reason):
-                self._begin_drain(worker_id, self._spec.settings.coordinator.drain_timeout_s, reason)
+                self._pools.drain(worker_id, self._spec.settings.coordinator.drain_timeout_s, now_s, reason)
                 work = self._tell_drain(worker_id)
             case RelabelWorker(worker_id, pool, role):
                 work = self._tell_label(worker_id, pool, role)
@@ -234,13 +234,6 @@ class CoordinatorActor:
             settings = self._spec.settings
             answered = await answers(member.beat.view, settings.coordinator.probe_timeout_s, settings.security)
         self._fleet.probed(worker_id, answered, time.monotonic())
-
-    def _begin_drain(self, worker_id: WorkerId, timeout_s: float, reason: str) -> None:
-        member = self._fleet.members.get(worker_id)
-        if member is not None and member.record.draining_until_s is None:
-            log.info("draining worker %s: %s", worker_id, reason)
-            self._store.put_draining(worker_id, timeout_s)
-            self._fleet.drain(worker_id, time.monotonic() + timeout_s)
 
     async def _tell_drain(self, worker_id: WorkerId) -> None:
         handle = self._handles.get(worker_id)
@@ -360,14 +353,16 @@ class CoordinatorActor:
         return admin_pb2.ApplyPoolsResponse(plan=admin.plan(steps), version=self._pools.present.version)
 
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
-        """Returns when the worker is gone. Its pool's target stays, so a replacement follows. `timeout_s` 0: the default.
+        """Returns when the worker is gone. Its pool's target stays, so a replacement follows. `timeout_s` 0: the default. A
+        drain that runs already is shortened by a time that is over sooner.
 
         Raises:
             SplitpointError: `NOT_FOUND`.
         """
         await self._ready.wait()
         key = self._pools.worker(worker_id)
-        self._begin_drain(key, timeout_s or self._spec.settings.coordinator.drain_timeout_s, "asked for")
+        limit_s = timeout_s or self._spec.settings.coordinator.drain_timeout_s
+        self._pools.drain(key, limit_s, time.monotonic(), "asked for")
         self._wake.set()
         while key in self._fleet.members:
             await self._fleet.next_change(1.0)
@@ -422,8 +417,7 @@ class CoordinatorActor:
         timeout_s = max(1.0, end_s - time.monotonic())
         for worker_id, member in list(self._fleet.members.items()):
             if member.record.state is not WorkerState.STARTING:
-                self._begin_drain(worker_id, timeout_s, "shutting down")
-                self._fleet.drain(worker_id, time.monotonic() + timeout_s)
+                self._pools.drain(worker_id, timeout_s, time.monotonic(), "shutting down")
         self._wake.set()
         until_s = time.monotonic() + timeout_s + 4 * _CALL_TIMEOUT_S
         while self._fleet.members and time.monotonic() < until_s:

@@ -209,13 +209,16 @@ def _liveness(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None
 
 def _drained(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None:
     """Drain means no requests and no leases (rule 10), seen for two heartbeats after the worker began to refuse."""
+    if worker.draining_until_s is None:
+        # It drains by itself; what it never comes to the end of must not keep it for ever.
+        return DrainWorker(worker.worker_id, "it drains by itself")
     if worker.drain_since_s is None:
-        if worker.draining_until_s is not None and now_s > worker.draining_until_s:
+        if now_s > worker.draining_until_s:
             return StopWorker(worker.worker_id, "drain timed out before it confirmed", timed_out=True)
         return DrainWorker(worker.worker_id, "drain not confirmed yet")
     if worker.idle_since_s is not None and now_s - worker.idle_since_s >= 2 * rules.heartbeat_interval_s:
         return StopWorker(worker.worker_id, "drained: no requests, no leases")
-    if worker.draining_until_s is not None and now_s > worker.draining_until_s:
+    if now_s > worker.draining_until_s:
         return StopWorker(worker.worker_id, "drain timed out", timed_out=True)
     return None
 

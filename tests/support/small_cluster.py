@@ -105,8 +105,8 @@ class SmallCluster:
             case RelabelWorker(worker_id, pool, role, reason):
                 self.pools.relabel(worker_id, pool, role, reason)
                 self.processes[worker_id].relabel(pool, role)
-            case DrainWorker(worker_id):
-                self.fleet.drain(worker_id, now_s + self._settings.coordinator.drain_timeout_s)
+            case DrainWorker(worker_id, reason):
+                self.pools.drain(worker_id, self._settings.coordinator.drain_timeout_s, now_s, reason)
                 self.processes[worker_id].drain()
             case StopWorker(worker_id, reason, timed_out):
                 assert not timed_out, f"{worker_id}: {reason}"

@@ -175,6 +175,10 @@ class TestDrain:
         [action] = run([target(replicas=0)], [self.draining()])
         assert isinstance(action, DrainWorker)
 
+    def test_one_that_drains_by_itself_is_given_an_end(self) -> None:
+        [action] = run([target()], [self.draining(drain_since_s=NOW - 3600, draining_until_s=None)])
+        assert isinstance(action, DrainWorker)
+
     def test_waits_while_something_is_left(self) -> None:
         assert run([target(replicas=0)], [self.draining(drain_since_s=NOW - 30)]) == []
 
