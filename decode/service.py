@@ -175,6 +175,10 @@ class DecodeService:
         """Transfers that hold or may come to hold staging."""
         return self.intake.holding()
 
+    def transfers(self) -> list[TransferId]:
+        """Every transfer that is not over, failed ones included."""
+        return self.intake.known()
+
     async def close(self) -> None:
         """End every transfer."""
         await asyncio.gather(*(self._end(transfer_id, "worker_stops") for transfer_id in self.intake.known()))

@@ -164,7 +164,6 @@ def _reconcile(workers: int) -> list[dict[str, Any]]:
         heartbeat_limit_s=5.0,
         probe_interval_s=10.0,
         max_failed_probes=3,
-        start_timeout_s=600.0,
         restart_backoff_s=1.0,
         restart_backoff_max_s=60.0,
     )

@@ -53,7 +53,14 @@ def desired(run: Settings, pools: Mapping[str, PoolSettings], *, version: int, b
     for name, pool in pools.items():
         engine = settings.engine_of(name)
         targets.append(
-            PoolTarget(name=name, role=pool.role, replicas=pool.replicas, engine=engine_key(engine), ranks=engine.world_size)
+            PoolTarget(
+                name=name,
+                role=pool.role,
+                replicas=pool.replicas,
+                engine=engine_key(engine),
+                ranks=engine.world_size,
+                start_timeout_s=engine.start_timeout_s,
+            )
         )
     return Desired(version=version, settings=settings, targets=tuple(targets), budget_ranks=budget_ranks)
 

@@ -6,6 +6,7 @@ No Ray, no clock of its own: every method takes `now_s`. One event loop owns it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from dataclasses import dataclass, replace
@@ -34,7 +35,6 @@ def rules_of(settings: Settings) -> Rules:
         heartbeat_limit_s=c.heartbeat_limit_s,
         probe_interval_s=max(5.0, 2 * c.heartbeat_interval_s),
         max_failed_probes=c.missed_heartbeats,
-        start_timeout_s=settings.engine.start_timeout_s + 30.0,
         restart_backoff_s=c.restart_backoff_s,
         restart_backoff_max_s=c.restart_backoff_max_s,
         whole_roles=frozenset(role for tier in settings.gateway.routing.colocated_roles for role in tier),
@@ -110,10 +110,10 @@ class Fleet:
 
     async def next_change(self, timeout_s: float) -> None:
         """Returns on the next change of the membership, at the latest after `timeout_s`."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+        # Not `wait_for`: it swallows a cancellation that comes together with the change, and its caller goes on for ever.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def _bump(self) -> None:
         self.version += 1
@@ -122,13 +122,32 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def created(
-        self, worker_id: WorkerId, pool: str, role: Role, slot: int, now_s: float, *, engine: str | None = None, ranks: int = 1
+        self,
+        worker_id: WorkerId,
+        pool: str,
+        role: Role,
+        slot: int,
+        now_s: float,
+        *,
+        engine: str | None = None,
+        ranks: int = 1,
+        start_timeout_s: float = 300.0,
     ) -> None:
-        """An actor with this id exists or is being made. Idempotent. `engine`: None until it says what it was started with."""
+        """An actor with this id exists or is being made. Idempotent. `engine`: None until it says what it was started with;
+        `start_timeout_s` is what its engine may take."""
         if worker_id in self.members or worker_id in self._gone:
             return
         state = WorkerState.STARTING
-        record = WorkerRecord(worker_id=worker_id, pool=pool, role=role, state=state, created_s=now_s, engine=engine, ranks=ranks)
+        record = WorkerRecord(
+            worker_id=worker_id,
+            pool=pool,
+            role=role,
+            state=state,
+            created_s=now_s,
+            engine=engine,
+            ranks=ranks,
+            start_timeout_s=start_timeout_s,
+        )
         self.members[worker_id] = Member(record=record, slot=slot)
         self._bump()
 
@@ -164,6 +183,7 @@ class Fleet:
             state=state,
             engine=beat.engine,
             ranks=beat.ranks,
+            start_timeout_s=beat.start_timeout_s,
             label_heard=(beat.view.pool, beat.view.role) == (record.pool, record.role),
             heartbeat_s=now_s,
             drain_since_s=drain_since_s,

@@ -195,7 +195,16 @@ class CoordinatorActor:
         target = next(t for t in self._pools.targets if t.name == pool)
         worker_id = self._store.next_worker_id(pool)
         slot = self._fleet.free_slot()
-        self._fleet.created(worker_id, pool, target.role, slot, now_s, engine=target.engine, ranks=target.ranks)
+        self._fleet.created(
+            worker_id,
+            pool,
+            target.role,
+            slot,
+            now_s,
+            engine=target.engine,
+            ranks=target.ranks,
+            start_timeout_s=target.start_timeout_s,
+        )
         spec = WorkerSpec(
             worker_id=worker_id,
             pool=pool,

@@ -55,7 +55,9 @@ async def poll_membership(epoch: str, version: int) -> MembershipSnapshot:
     """One long poll of the coordinator. Raises whatever Ray raises; the caller keeps its last known good."""
     handle = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
     reference: Any = handle.watch_membership.remote(epoch, version, _WATCH_S)
-    new_epoch, new_version, views = await asyncio.wait_for(reference, _WATCH_S + _CALL_TIMEOUT_S)
+    # Not `wait_for`: it swallows a cancellation that comes together with the answer.
+    async with asyncio.timeout(_WATCH_S + _CALL_TIMEOUT_S):
+        new_epoch, new_version, views = await reference
     return MembershipSnapshot(epoch=new_epoch, version=new_version, workers=views)
 
 

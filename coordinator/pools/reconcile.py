@@ -47,7 +47,8 @@ class Rules:
     heartbeat_limit_s: float
     probe_interval_s: float
     max_failed_probes: int
-    start_timeout_s: float
+    start_grace_s: float = 30.0
+    """Beside an engine's own time to start: for its process to be placed, and to say why it did not start."""
     restart_backoff_s: float
     restart_backoff_max_s: float
     whole_roles: frozenset[Role] = frozenset(Role)
@@ -186,8 +187,9 @@ def _liveness(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None
         return ForgetWorker(worker.worker_id, worker.dead_reason or "died")
     if worker.state is WorkerState.STARTING:
         # An engine that loads keeps its process too busy for heartbeats; its time to start is the limit.
-        if now_s - worker.created_s > rules.start_timeout_s:
-            return FenceWorker(worker.worker_id, f"not ready after {rules.start_timeout_s:g} s")
+        limit_s = worker.start_timeout_s + rules.start_grace_s
+        if now_s - worker.created_s > limit_s:
+            return FenceWorker(worker.worker_id, f"not ready after {limit_s:g} s")
         return None
     heard_s = worker.heartbeat_s if worker.heartbeat_s is not None else worker.created_s
     late_s = now_s - heard_s

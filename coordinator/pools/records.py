@@ -13,7 +13,7 @@ class PoolTarget:
     """What the operator wants of one pool.
 
     `engine` stands for the resolved engine arguments of its workers: equal where a worker of one pool can serve another as it
-    runs. `ranks` is how many accelerators one worker takes.
+    runs. `ranks` is how many accelerators one worker takes, `start_timeout_s` how long its engine may take to start.
     """
 
     name: str
@@ -21,6 +21,7 @@ class PoolTarget:
     replicas: int
     engine: str = ""
     ranks: int = 1
+    start_timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class WorkerRecord:
     """What is known of one worker. All times are seconds on the coordinator's monotonic clock.
 
     `pool` and `role` are its label, as the coordinator wants it; `label_heard` is False while its heartbeats carry another.
-    `engine` is what it was started with, as in `PoolTarget`; None until it has been heard.
+    `engine` is what it was started with, as in `PoolTarget`; None until it has been heard. `start_timeout_s` is its engine's.
     `heartbeat_s` is when the last heartbeat arrived. `probed_s` is when the last data-plane probe ended and
     `failed_probes` how many have failed in a row up to then. `drain_since_s` is when this worker confirmed that it refuses
     new legs; `idle_since_s` when its heartbeats began to report no request and no lease after that. `draining_until_s` is
@@ -43,6 +44,7 @@ class WorkerRecord:
     created_s: float
     engine: str | None = None
     ranks: int = 1
+    start_timeout_s: float = 300.0
     label_heard: bool = True
     cordoned: bool = False
     heartbeat_s: float | None = None

@@ -82,8 +82,10 @@ class Beat:
     """What `WorkerSpec.engine` was."""
     ranks: int = 1
     """Accelerators it takes."""
+    start_timeout_s: float = 300.0
+    """What its engine may take to start."""
     former_legs: int = 0
-    """Legs that ran when its label was changed and still run."""
+    """Legs and transfers of a role that it had before, under way."""
     metrics_address: str = ""
     """Where Prometheus finds the worker; empty when it has no such endpoint."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.manifest import gpus, hardware, versions
+from coordinator.pools.former import FormerWork
 from coordinator.pools.process import open_files, resident_bytes
 from coordinator.pools.reports import Beat, ProcessRef, Resources, Staging, WorkerFacts, WorkerSpec
 from coordinator.routing.views import RankView, Role, WorkerState, WorkerView
@@ -66,8 +67,7 @@ class WorkerProcess:
         self._missed = 0
         self._ranks_lost = 0
         self._rank_detail = ""
-        self._former: frozenset[str] = frozenset()
-        """Attempts that ran when the label was changed and still run."""
+        self._former = FormerWork()
         self.server = self._make_server()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class WorkerProcess:
             return
         log.info("worker %s: %s (%s) becomes %s (%s)", self.spec.worker_id, self.spec.pool, self.spec.role, pool, role)
         self.spec = replace(self.spec, pool=pool, role=role)
-        self._former |= self.server.attempts.running()
+        self._former.relabelled(self.server.work())
         self.server.metrics.event("relabelled")
         self._beat_now.set()
 
@@ -203,7 +203,6 @@ class WorkerProcess:
         if now_s - self._refs_s > _TREE_EVERY_S or (state is WorkerState.READY and len(self._refs) == 1):
             self._refs, self._refs_s = await asyncio.to_thread(self._host.processes), now_s
         view, resources = await self._state(state)
-        self._former &= self.server.attempts.running()
         return Beat(
             view=view,
             slot=self.spec.slot,
@@ -212,7 +211,8 @@ class WorkerProcess:
             refusing=self.server.draining,
             engine=self.spec.engine,
             ranks=self._engine_settings.world_size,
-            former_legs=len(self._former),
+            start_timeout_s=self._engine_settings.start_timeout_s,
+            former_legs=self._former.left(self.server.work(), self.spec.role),
             uptime_s=now_s - self._born_s,
             resources=resources,
             metrics_address=self.server.metrics_address,

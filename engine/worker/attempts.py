@@ -34,9 +34,20 @@ class _Leg:
     queue: EventQueue
     deadline: float
     """On the event loop's clock."""
+    transfer_id: bytes = b""
+    """Empty: it belongs to none."""
     task: asyncio.Task[None] | None = None
     started: bool = False
     abort_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A leg that runs, or a transfer whose leg is still to come. `key` is the transfer's id in hex, which all legs of a request
+    on one worker have in common, or the attempt's where there is no transfer."""
+
+    leg: str
+    key: str
 
 
 @dataclass(slots=True)
@@ -60,9 +71,9 @@ class Attempts:
         """Legs whose last event has not gone out."""
         return len(self._legs)
 
-    def running(self) -> frozenset[str]:
-        """The ids of the attempts whose last event has not gone out."""
-        return frozenset(self._legs)
+    def running(self) -> list[Work]:
+        """The legs whose last event has not gone out."""
+        return [Work(leg.name, leg.transfer_id.hex() or attempt_id) for attempt_id, leg in self._legs.items()]
 
     @property
     def busy(self) -> int:
@@ -73,8 +84,11 @@ class Attempts:
         """Until no leg runs and nothing is being cleaned up."""
         await self._idle.wait()
 
-    def start(self, name: str, handler: LegHandler, message: Any, queue: EventQueue) -> None:
-        """Run one leg. A second leg under an attempt's id, running or over, is counted and dropped (rule 4)."""
+    def start(self, name: str, handler: LegHandler, message: Any, queue: EventQueue, transfer_id: bytes = b"") -> None:
+        """Run one leg, of a transfer if that is not empty.
+
+        A second leg under an attempt's id, running or over, is counted and dropped (rule 4).
+        """
         header: worker_pb2.LegHeader = message.header
         known = header.attempt_id in self._legs or self._ended.get(header.attempt_id.encode()) is not None
         if not header.attempt_id or known:
@@ -83,7 +97,7 @@ class Attempts:
             return
         call = LegCall(header, queue, self.spawn, self.now)
         deadline = asyncio.get_running_loop().time() + header.remaining_s
-        leg = _Leg(name, call, queue, deadline)
+        leg = _Leg(name, call, queue, deadline, transfer_id)
         self._legs[header.attempt_id] = leg
         self._idle.clear()
         leg.task = asyncio.create_task(self._run(leg, handler, message), name=f"{name}-{header.attempt_id}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -101,6 +101,9 @@ class TransferOwner(Protocol):
 
     def open_transfers(self) -> int:
         """Transfers that are not over yet."""
+
+    def transfers(self) -> Iterable[TransferId]:
+        """All that it knows, those among them that have failed and wait for their decode leg."""
 
     async def close(self) -> None:
         """The worker stops: end them all."""

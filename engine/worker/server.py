@@ -31,7 +31,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from engine.protocol import Engine, EngineDeadError, EngineInfo
-from engine.worker.attempts import WORKER_STOPS, Attempts
+from engine.worker.attempts import WORKER_STOPS, Attempts, Work
 from engine.worker.config import WorkerSettings
 from engine.worker.legs import HandlersFactory, LegHandler, LegHandlers, Monotonic, WorkerContext
 from engine.worker.metrics import WorkerMetrics
@@ -204,6 +204,11 @@ class WorkerServer:
     def open_transfers(self) -> int:
         """Transfers that this worker's services know as not over."""
         return sum(owner.open_transfers() for owner in self.handlers.owners) if self.handlers is not None else 0
+
+    def work(self) -> list[Work]:
+        """The legs that run, and the decode legs that are still to come of what was prepared here."""
+        owners = self.handlers.owners if self.handlers is not None else ()
+        return [*self.attempts.running(), *(Work("decode", transfer.hex()) for owner in owners for transfer in owner.transfers())]
 
     async def release(self, transfer_id: TransferId, reason: str) -> bool:
         """End a transfer on this worker, whichever side it is. Idempotent; False when nobody knew it."""

@@ -138,7 +138,7 @@ class _GatewayStream:
             worker.transfers.note(self._number, TransferId(transfer_id), message.header.remaining_s)
             if name in _ENDING_LEGS:
                 handler = self._forgetting(handler, TransferId(transfer_id))
-        worker.attempts.start(name, handler, message, self._queue)
+        worker.attempts.start(name, handler, message, self._queue, transfer_id)
 
     def _forgetting(self, handler: LegHandler, transfer_id: TransferId) -> LegHandler:
         """`handler`, and the transfer is off the roster when its leg has ended it: it need not be released once more."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import load
+from coordinator.routing.views import Role
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
 from tests.support.cores import CoreUnderTest, Reader, core_over
@@ -140,6 +141,23 @@ async def test_relabel_under_load_fails_no_request_and_restarts_no_engine(rig: R
     assert sorted(rig.members().values()) == [("decode", "decode")] * 2 + [("prefill", "prefill")]
     assert await rig.held() == [(0, 0, 0)] * 3
     assert sum(p.server.metrics.events["relabelled"] for p in rig.cluster.processes.values()) >= 6
+
+
+async def test_a_request_that_is_on_its_way_to_decode_when_labels_change_is_waited_for(rig: Rig) -> None:
+    """Its decode leg starts long after the new label: nothing of it runs on the decode worker when that was said."""
+    reader = rig.under_test.run(prompt=list(range(3, 203)), **{**OPTIONS, "max_tokens": 250})
+    request = asyncio.create_task(reader.end())
+    workers = rig.cluster.processes.values()
+    async with asyncio.timeout(20):
+        while not any(item.leg == "prepare" for process in workers for item in process.server.work()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    rig.cluster.pools.apply(COLOCATED)
+    for process in workers:
+        process.relabel("both", Role.COLOCATED)
+    assert not any(item.leg == "decode" for process in workers for item in process.server.attempts.running())
+    await rig.cluster.settled(rig.under_test.core)
+    assert request.done(), "settled while a request of the former set ran"
+    assert (reader.error, len(reader.tokens), reader.ledger.path) == (None, 250, "split")
 
 
 async def test_other_engine_arguments_restart_workers_one_serving_until_a_successor_does(rig: Rig) -> None:

@@ -28,7 +28,7 @@ from protos.ids import WorkerId
 pytestmark = pytest.mark.timeout(120)
 
 RULES = Rules(
-    heartbeat_interval_s=1.0, heartbeat_limit_s=3.0, probe_interval_s=5.0, max_failed_probes=3, start_timeout_s=1e6,
+    heartbeat_interval_s=1.0, heartbeat_limit_s=3.0, probe_interval_s=5.0, max_failed_probes=3, start_grace_s=1e6,
     restart_backoff_s=1.0, restart_backoff_max_s=60.0,
 )  # fmt: skip
 START_PASSES, DRAIN_PASSES, LIMIT = 3, 4, 200

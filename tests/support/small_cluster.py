@@ -123,7 +123,16 @@ class SmallCluster:
         target = self.pools.present.target(pool)
         assert target is not None
         worker_id, slot = self.store.next_worker_id(pool), self.fleet.free_slot()
-        self.fleet.created(worker_id, pool, target.role, slot, now_s, engine=target.engine, ranks=target.ranks)
+        self.fleet.created(
+            worker_id,
+            pool,
+            target.role,
+            slot,
+            now_s,
+            engine=target.engine,
+            ranks=target.ranks,
+            start_timeout_s=target.start_timeout_s,
+        )
         spec = WorkerSpec(
             worker_id=worker_id, pool=pool, role=target.role, slot=slot, settings=self.pools.present.settings,
             log_dir=self._folder, engine=target.engine,

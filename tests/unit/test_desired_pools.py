@@ -59,3 +59,9 @@ class TestDrain:
         rig.pools.drain(D1, 5.0, 2.0, "asked for")
         rig.pools.drain(WorkerId("decode-9"), 5.0, 2.0, "asked for")
         assert rig.store.draining() == {}
+
+
+def test_a_pools_own_time_to_start_is_its_workers(rig: Rig) -> None:
+    pools = {"decode": rig.settings.pools["decode"].model_copy(update={"engine": {"start_timeout_s": 900.0}})}
+    rig.pools.apply({**rig.settings.pools, **pools})
+    assert {t.name: t.start_timeout_s for t in rig.pools.targets} == {"prefill": 300.0, "decode": 900.0}

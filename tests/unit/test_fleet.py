@@ -227,3 +227,17 @@ async def test_a_cordoned_worker_stays_ready_and_gateways_hear_of_it(fleet: Flee
     assert fleet.last_change > before
     fleet.cordon(D1, False)
     assert not fleet.views(2.0)[0].cordoned
+
+
+async def test_a_watcher_that_is_cancelled_as_the_membership_changes_ends() -> None:
+    """At whichever turn of the loop the two meet: a gateway that stops would else follow for ever."""
+    for turns in range(4):
+        fleet = Fleet()
+        watcher = asyncio.create_task(fleet.next_change(30.0))
+        await asyncio.sleep(0)
+        fleet.heard(beat(), 1.0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if watcher.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await watcher

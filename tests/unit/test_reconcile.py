@@ -29,7 +29,6 @@ RULES = Rules(
     heartbeat_limit_s=3.0,
     probe_interval_s=5.0,
     max_failed_probes=3,
-    start_timeout_s=300.0,
     restart_backoff_s=1.0,
     restart_backoff_max_s=60.0,
 )
@@ -116,6 +115,11 @@ def test_workers_of_a_pool_that_is_gone_are_ended() -> None:
 
 
 class TestLiveness:
+    @pytest.mark.parametrize(("lived_s", "fenced"), [(325.0, False), (900.0, False), (931.0, True)])
+    def test_a_start_may_take_what_its_own_engine_may_take(self, lived_s: float, fenced: bool) -> None:
+        slow = worker(state=WorkerState.STARTING, created_s=NOW - lived_s, start_timeout_s=900.0)
+        assert [type(a) for a in run([target()], [slow])] == [FenceWorker] * fenced
+
     def test_a_late_heartbeat_is_followed_by_a_probe_not_by_death(self) -> None:
         late = worker(heartbeat_s=NOW - 3.1, probed_s=NOW - 3)
         assert run([target()], [late]) == [ProbeWorker(WorkerId("decode-1"))]
@@ -149,10 +153,10 @@ class TestLiveness:
         assert isinstance(action, FenceWorker)
 
     def test_a_starting_worker_owes_no_heartbeat(self) -> None:
-        assert run([target()], [worker(state=WorkerState.STARTING, created_s=NOW - 299)]) == []
+        assert run([target()], [worker(state=WorkerState.STARTING, created_s=NOW - 329)]) == []
 
     def test_a_start_that_takes_too_long_is_fenced(self) -> None:
-        [action] = run([target()], [worker(state=WorkerState.STARTING, created_s=NOW - 301)])
+        [action] = run([target()], [worker(state=WorkerState.STARTING, created_s=NOW - 331)])
         assert isinstance(action, FenceWorker)
 
     def test_a_stopped_worker_is_fenced_while_it_drains(self) -> None:
