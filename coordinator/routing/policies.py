@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -40,10 +40,11 @@ class Picked(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses among candidates. `among` is one of the tuples of the present membership."""
+    """Chooses among candidates."""
 
-    def members(self, candidates: Sequence[Candidate]) -> None:
-        """Every worker that is not dead, from now on."""
+    def members(self, candidates: Sequence[Candidate], asked: Iterable[Sequence[Candidate]]) -> None:
+        """Every worker that is not dead, from now on, and the tuples of them that `pick` will be asked about: what it needs to
+        know of each is made here, once, and in no request's time."""
 
     def pick(
         self, among: Sequence[Candidate], ask: Ask, accept: Accept | None, reasons: Counter[str], now_s: float
@@ -64,7 +65,7 @@ class LeastLoaded:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def members(self, candidates: Sequence[Candidate]) -> None:
+    def members(self, candidates: Sequence[Candidate], asked: Iterable[Sequence[Candidate]]) -> None:
         """Keeps nothing."""
 
     def pick(
@@ -141,13 +142,15 @@ class SessionAffinity(LeastLoaded):
         self._seeds: dict[Incarnation, int] = {}
         self._rows: dict[int, npt.NDArray[np.uint64]] = {}
 
-    def members(self, candidates: Sequence[Candidate]) -> None:
+    def members(self, candidates: Sequence[Candidate], asked: Iterable[Sequence[Candidate]]) -> None:
         """Keeps a hash of each."""
         known = self._seeds
         self._seeds = {
             c.view.incarnation: known.get(c.view.incarnation) or _hash64(c.view.incarnation.encode()) for c in candidates
         }
-        self._rows.clear()
+        self._rows = {
+            id(among): np.array([self._seeds[c.view.incarnation] for c in among], dtype=np.uint64) for among in asked if among
+        }
 
     def pick(
         self, among: Sequence[Candidate], ask: Ask, accept: Accept | None, reasons: Counter[str], now_s: float
@@ -155,10 +158,7 @@ class SessionAffinity(LeastLoaded):
         """See `Policy`. A request without a session goes to the least loaded."""
         if not ask.session or not among:
             return super().pick(among, ask, accept, reasons, now_s)
-        seeds = self._rows.get(id(among))
-        if seeds is None:
-            seeds = self._rows[id(among)] = np.array([self._seeds[c.view.incarnation] for c in among], dtype=np.uint64)
-        order = np.argsort(_mix(seeds ^ np.uint64(_hash64(ask.session.encode()))))
+        order = np.argsort(_mix(self._rows[id(among)] ^ np.uint64(_hash64(ask.session.encode()))))
         allowed = acceptable(among, accept, reasons)
         open_to_it = [c for c, passes in zip(among, allowed, strict=True) if passes]
         # One that may not take it is no measure of load, nor is one that cannot be reached, which is above every bound.

@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from coordinator.routing.views import WorkerView
 
 LAST_RESORT = 1 << 62
@@ -15,15 +18,20 @@ _NOTHING = 1 << 63
 
 
 class Load:
-    """One worker's load in tokens. `score` is kept up to date, so that a scan reads one number; smaller is better."""
+    """One worker's load in tokens. `score` is kept up to date, so that a scan reads one number; smaller is better.
 
-    __slots__ = ("_heartbeat_tokens", "_reachable", "in_flight_tokens", "score")
+    Of a member the score stands in `column[place]` as well: who compares all members at once reads one array.
+    """
+
+    __slots__ = ("_heartbeat_tokens", "_reachable", "column", "in_flight_tokens", "place", "score")
 
     def __init__(self) -> None:
         self.in_flight_tokens = 0
         self._heartbeat_tokens = 0
         self._reachable = True
         self.score = 0
+        self.column: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+        self.place = 0
 
     def set(self, *, in_flight_by: int = 0, heartbeat_tokens: int | None = None, reachable: bool | None = None) -> None:
         """Change what is given; `in_flight_by` is added."""
@@ -33,6 +41,7 @@ class Load:
         if reachable is not None:
             self._reachable = reachable
         self.score = self.in_flight_tokens + self._heartbeat_tokens + (0 if self._reachable else LAST_RESORT)
+        self.column[self.place] = self.score
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,14 @@ class LoadBook:
 
     def candidates(self, views: Iterable[WorkerView]) -> list[Candidate]:
         """The members from now on, with their heartbeats' load. What left and has nothing in flight is forgotten."""
+        members = list(views)
+        column = np.zeros(len(members), dtype=np.int64)
         made = []
-        for view in views:
-            load = self._loads.setdefault(view.incarnation, Load())
+        for place, view in enumerate(members):
+            load = self._loads.get(view.incarnation)
+            if load is None:
+                load = self._loads[view.incarnation] = Load()
+            load.column, load.place = column, place
             load.set(heartbeat_tokens=(view.running + view.waiting) * self._heartbeat_request_tokens)
             made.append(Candidate(view, load))
         self._members = frozenset(c.view.incarnation for c in made)

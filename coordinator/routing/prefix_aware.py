@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from coordinator.routing.policies import Ask, Picked
-from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, Load, acceptable
+from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, acceptable
 from coordinator.routing.prefix_index import PrefixIndex
 from coordinator.routing.recent import RecentWork
 from coordinator.routing.views import WorkerView
@@ -26,8 +26,8 @@ _FEW = 16
 class _Panel(NamedTuple):
     """One tuple of candidates, indexed once per membership version."""
 
-    among: Sequence[Candidate]
-    loads: list[Load]
+    column: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
     seats: npt.NDArray[np.int64]
     bits: int
     place_of_seat: npt.NDArray[np.int64]
@@ -60,12 +60,12 @@ class PrefixAware:
         self._recent = RecentWork(WINDOW_S)
         self._panels: dict[int, _Panel] = {}
 
-    def members(self, candidates: Sequence[Candidate]) -> None:
+    def members(self, candidates: Sequence[Candidate], asked: Iterable[Sequence[Candidate]]) -> None:
         """Every worker that is not dead; one that does not say what its cache holds is taken to hold `worker_tokens`."""
         capacities = ((c.view.incarnation, c.view.kv_capacity_tokens or self._worker_tokens) for c in candidates)
         for seat in self.index.members(capacities):
             self._recent.clear(seat)
-        self._panels.clear()
+        self._panels = {id(among): self._panel(among) for among in asked if among}
 
     def pick(
         self, among: Sequence[Candidate], ask: Ask, accept: Accept | None, reasons: Counter[str], now_s: float
@@ -73,13 +73,13 @@ class PrefixAware:
         """See `Policy`."""
         if not among:
             return None
-        panel = self._panel(among)
-        allowed = np.array(acceptable(among, accept, reasons))
+        panel = self._panels[id(among)]
+        allowed = np.ones(len(among), dtype=bool) if accept is None else np.array(acceptable(among, accept, reasons))
         if not allowed.any():
             return None
         # One token at least is computed, however much is cached.
         work = np.maximum(ask.tokens - self._hits(panel, ask) * self.index.block_tokens, 1)
-        scores = np.array([load.score for load in panel.loads], dtype=np.float64)
+        scores = panel.column[panel.places]
         recent = self._recent.weighed(panel.seats, now_s)
         # One that may not take it is no measure of load, nor is one that cannot be reached.
         sharing = allowed & (scores < LAST_RESORT)
@@ -107,20 +107,18 @@ class PrefixAware:
         return hit_tokens
 
     def _panel(self, among: Sequence[Candidate]) -> _Panel:
-        panel = self._panels.get(id(among))
-        if panel is None or panel.among is not among:
-            seats = np.array([self.index.seat(c.view.incarnation) for c in among], dtype=np.int64)
-            place_of_seat = np.zeros(int(seats.max()) + 1, dtype=np.int64)
-            place_of_seat[seats] = np.arange(len(seats))
-            members = np.zeros(len(place_of_seat), dtype=np.uint8)
-            members[seats] = 1
-            bits = int.from_bytes(np.packbits(members, bitorder="little").tobytes(), "little")
-            panel = self._panels[id(among)] = _Panel(among, [c.load for c in among], seats, bits, place_of_seat)
-        return panel
+        seats = np.array([self.index.seat(c.view.incarnation) for c in among], dtype=np.int64)
+        place_of_seat = np.zeros(int(seats.max()) + 1, dtype=np.int64)
+        place_of_seat[seats] = np.arange(len(seats))
+        members = np.zeros(len(place_of_seat), dtype=np.uint8)
+        members[seats] = 1
+        bits = int.from_bytes(np.packbits(members, bitorder="little").tobytes(), "little")
+        places = np.array([c.load.place for c in among], dtype=np.int64)
+        return _Panel(among[0].load.column, places, seats, bits, place_of_seat)
 
     def _hits(self, panel: _Panel, ask: Ask) -> npt.NDArray[np.int64]:
         """Blocks of the prompt that each candidate of the panel need not compute."""
-        hits = np.zeros(len(panel.among), dtype=np.int64)
+        hits = np.zeros(len(panel.seats), dtype=np.int64)
         if not ask.reads_cache:
             return hits
         for level in self.index.levels(ask.blocks, panel.bits):

@@ -66,10 +66,10 @@ class Router:
         old = self._table.by_incarnation
         candidates = self.load.candidates(v for v in views if v.state is not WorkerState.DEAD)
         self._table = build_table(candidates)
-        self._policy.members(candidates)
-        self._decode_policy.members(candidates)
         by_role = self._table.by_role
         self._tiers = [tuple(c for role in tier for c in by_role[role]) for tier in self._settings.colocated_roles]
+        self._policy.members(candidates, (*self._tiers, *(group.prefill.members for group in self._table.groups)))
+        self._decode_policy.members(candidates, [group.decode.members for group in self._table.groups])
         if self._follow_workers:
             ends = [c.view.transports for role in (Role.PREFILL, Role.DECODE) for c in by_role[role]]
             self._transports = agreed_order(ends, self._configured)
