@@ -18,6 +18,10 @@ from coordinator.routing.views import WorkerView
 
 WINDOW_S = 60.0
 """Over which no worker shall be given more than its share."""
+HEADROOM = 0.05
+"""Of the mean: the part of a worker's share that is kept for prompts whose beginning it has."""
+RETURNING = 0.1
+"""A prompt of which a worker has so large a part cached is one that comes back to it."""
 _OVER = float(1 << 40)
 """Added to the cost of a worker that has had its share: it comes after all others, and before those that cannot be reached."""
 _FEW = 16
@@ -38,7 +42,8 @@ class PrefixAware:
 
     A cached token is worth more than the computing it saves: computed on another worker, it would push out what that one has
     cached. A worker that would then have been given more than `limit` times the mean work of the last minute is passed over while
-    another is not; a minute's work up to `idle_tokens` counts as none. Work is prompt tokens that had to be computed.
+    another is not, a prompt that does not come back to it `HEADROOM` earlier; a minute's work up to `idle_tokens` counts as none.
+    Work is prompt tokens that had to be computed.
     """
 
     def __init__(
@@ -80,13 +85,14 @@ class PrefixAware:
         # One token at least is computed, however much is cached.
         work = np.maximum(ask.tokens - self._hits(panel, ask) * self.index.block_tokens, 1)
         scores = panel.column[panel.places]
-        recent = self._recent.weighed(panel.seats, now_s)
+        given, weighed = self._recent.of(panel.seats, now_s)
         # One that may not take it is no measure of load, nor is one that cannot be reached.
         sharing = allowed & (scores < LAST_RESORT)
-        bound = np.maximum(self._idle_tokens, (recent[sharing].sum() + work) * (self._limit / max(1, sharing.sum())))
-        over = recent + work > bound
-        above_idle = np.maximum(recent - self._idle_tokens, 0.0)
-        cost = np.where(over, recent + work + _OVER, above_idle + scores + self._hit_weight * work)
+        mean = (given[sharing].sum() + work) / max(1, sharing.sum())
+        limit = np.where(work <= ask.tokens * (1 - RETURNING), self._limit, max(1.0, self._limit - HEADROOM))
+        over = given + work > np.maximum(self._idle_tokens, limit * mean)
+        above_idle = np.maximum(weighed - self._idle_tokens, 0.0)
+        cost = np.where(over, given + work + _OVER, above_idle + scores + self._hit_weight * work)
         cost[scores >= LAST_RESORT] += float(LAST_RESORT)
         cost[~allowed] = np.inf
         least = float(cost.min())

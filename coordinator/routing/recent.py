@@ -10,10 +10,10 @@ SLICES = 60
 
 
 class RecentWork:
-    """The work given to each seat during the last `window_s`, weighed by how much longer it will count.
+    """The work given to each seat during the last `window_s`: its sum, and the same weighed by how much longer it will count.
 
-    Work that was given just now counts whole, work about to leave the window almost nothing: two workers with equal sums are not
-    equal when one is about to lose its sum and the other is not, and an even choice now has to stay even until then.
+    Weighed, work that was given just now counts whole, work about to leave the window almost nothing: two workers with equal sums
+    are not equal when one is about to lose its sum and the other is not, and an even choice now has to stay even until then.
     Grows as seats are used; a seat costs 0.5 KiB.
     """
 
@@ -32,12 +32,12 @@ class RecentWork:
         self._sums[seat] += tokens
         self._weighed[seat] += tokens * SLICES
 
-    def weighed(self, seats: npt.NDArray[np.int64], now_s: float) -> npt.NDArray[np.float64]:
-        """The weighed tokens of each of `seats`."""
+    def of(self, seats: npt.NDArray[np.int64], now_s: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """The tokens of each of `seats`, and the same weighed."""
         self._advance(now_s)
         if len(seats):
             self._hold(int(seats.max()) + 1)
-        return self._weighed[seats] / SLICES
+        return self._sums[seats], self._weighed[seats] / SLICES
 
     def clear(self, seat: int) -> None:
         """The worker of `seat` has left."""

@@ -129,9 +129,10 @@ def test_recent_work_is_the_sum_of_what_is_still_in_the_window(steps: list[tuple
         now_s += wait_s
         recent.add(seat, tokens, now_s)
         given_at.append((int(now_s), seat, tokens))
-        found = recent.weighed(np.arange(31), now_s)
+        sums, weighed = recent.of(np.arange(31), now_s)
         for each in range(31):
-            right = sum(t * max(0, SLICES - (int(now_s) - at)) for at, s, t in given_at if s == each) / SLICES
-            assert found[each] == right
+            left = [(t, max(0, SLICES - (int(now_s) - at))) for at, s, t in given_at if s == each]
+            assert sums[each] == sum(t for t, slices in left if slices)
+            assert weighed[each] == sum(t * slices for t, slices in left) / SLICES
     recent.clear(0)
-    assert recent.weighed(np.array([0]), now_s)[0] == 0
+    assert [of_it[0] for of_it in recent.of(np.array([0]), now_s)] == [0, 0]

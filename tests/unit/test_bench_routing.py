@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.bench.routing_scale import POLICIES, ScaleSpec, measure
-from coordinator.bench.routing_trace import LruCache, ReplaySpec, load_ratios, replay, table
+from coordinator.bench.routing_trace import LruCache, ReplaySpec, as_it_comes, in_hindsight, load_ratios, replay, table
 from coordinator.cli import app
 from coordinator.compare.traces import HASH_BLOCK_TOKENS, Row, WorkloadError, parse_trace
 
@@ -69,6 +69,17 @@ def test_prefix_aware_keeps_most_of_what_one_cache_would_hit_and_shares_the_load
     assert runs["prefix_aware"]["expected_hit_rate"] == pytest.approx(runs["prefix_aware"]["hit_rate"], rel=0.02)
     assert all(run["hit_rate"] <= run["offline_hit_rate"] for run in record["runs"])
     assert "prefix_aware" in table(record)
+
+
+def test_balance_is_measured_against_what_can_be_known_before_and_afterwards() -> None:
+    # Two small prompts and then one of their size together: who knows it puts the two on one worker.
+    work = [(start + at, tokens) for start in (0.0, 100.0) for at, tokens in ((0.0, 10), (0.1, 10), (0.2, 20))]
+    for place, sums in ((as_it_comes, {10, 30}), (in_hindsight, {20})):
+        given = place(work, 2)
+        assert [(at, tokens) for at, _, tokens in given] == work
+        for start in (0.0, 100.0):
+            burst = [(which, tokens) for at, which, tokens in given if start <= at < start + 60]
+            assert {sum(tokens for which, tokens in burst if which == worker) for worker in range(2)} == sums
 
 
 def test_the_index_forgets_with_caches_that_hold_few_prompts() -> None:

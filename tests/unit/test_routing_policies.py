@@ -16,6 +16,7 @@ from coordinator.routing.prefix_index import block_hashes
 from coordinator.routing.retry_budget import RetryBudget
 from coordinator.routing.router import Router
 from coordinator.routing.views import Role, WorkerView
+from protos.ids import Incarnation
 from tests.support.views import worker_view
 
 NOW = 100.0
@@ -121,6 +122,19 @@ def test_a_worker_that_has_had_its_share_is_passed_over_for_a_while() -> None:
     # Every worker has the shared beginning in the end, and none was given more than the ratio allows.
     assert max(seen.values()) <= 1.2 * 100 + 1
     assert home in seen
+
+
+@pytest.mark.parametrize(("blocks", "returning", "new"), [(6, "home", "home"), (13, "home", "away"), (22, "away", "away")])
+def test_the_end_of_a_workers_share_is_kept_for_prompts_that_come_back(blocks: int, returning: str, new: str) -> None:
+    """Home has had 100 blocks, the other worker 80. What is to be computed lifts home above the mean by 14, 17 or 21 %."""
+    for cached, expected in ((20, returning), (0, new)):
+        made = router(worker_view("home"), worker_view("away"), *DECODE, idle_tokens=0, max_load_ratio=1.2)
+        away = frozenset({Incarnation("away-i")})
+        pair(made, prompt(1, 20 * BLOCK), exclude=away)
+        pair(made, prompt(2, 80 * BLOCK), exclude=away)
+        pair(made, prompt(3, 80 * BLOCK), exclude=frozenset({Incarnation("home-i")}))
+        made.load.charge(Incarnation("away-i"), 1000 * BLOCK)
+        assert worker_of(pair(made, prompt(1, cached * BLOCK) + prompt(4, blocks * BLOCK))) == expected
 
 
 def two_pools(**settings: Any) -> Router:
