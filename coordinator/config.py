@@ -188,8 +188,13 @@ def _with(part: Any, **fields: Any) -> Any:
     return {**part, **fields} if isinstance(part, Mapping) else {**part.model_dump(), **fields}
 
 
-def gateway_port(port: int, index: int) -> int:
-    """What the `index`-th gateway, from 0, binds for a configured port. 0 stays "any free port"."""
+GATEWAY_PORTS = ("http", "grpc", "admin", "admin_http")
+"""What a gateway listens on: each has its `_host` and its `_port`."""
+
+
+def gateway_port(port: int | None, index: int) -> int:
+    """What the `index`-th gateway, from 0, binds for a configured port. 0 stays "any free port"; so does None, of one that
+    binds none."""
     return port + 10 * index if port else 0
 
 
@@ -198,7 +203,7 @@ def _shared_ports(gateway: GatewaySettings, gateways: int) -> list[str]:
     owners: dict[tuple[str, int], str] = {}
     problems = []
     for index in range(gateways):
-        for name in ("http", "grpc", "admin"):
+        for name in GATEWAY_PORTS:
             host, port = getattr(gateway, f"{name}_host"), gateway_port(getattr(gateway, f"{name}_port"), index)
             owner = f"gateway.{name}_port of gateway {index}"
             if port and owners.setdefault((host, port), owner) != owner:

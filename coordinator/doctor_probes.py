@@ -139,6 +139,7 @@ def _ports(settings: Settings) -> tuple[Port, ...]:
         ("http", gateway.http_host, gateway.http_port),
         ("grpc", gateway.grpc_host, gateway.grpc_port),
         ("admin", gateway.admin_host, gateway.admin_port),
+        *([("admin HTTP", gateway.admin_http_host, gateway.admin_http_port)] if gateway.admin_http_port is not None else []),
     )
     return tuple(Port(name=name, host=host, port=port, problem=_bind_problem(host, port)) for name, host, port in wanted)
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from coordinator import manifest
-from coordinator.config import Settings, gateway_port
+from coordinator.config import GATEWAY_PORTS, Settings, gateway_port
 from coordinator.pools.ray_cluster import NAMESPACE, Cluster, joined
 from coordinator.routing.views import WorkerState
 from kvtransfer.addresses import is_loopback
@@ -94,7 +94,8 @@ def _cluster(address: str, node_ip: str) -> Iterator[Cluster]:
 def plaintext_doors(settings: Settings) -> list[str]:
     """The settings by which a server listens, or UCX moves KV, beyond this machine without encryption and without a key."""
     gateway, coordinator = settings.gateway, settings.coordinator
-    places = {f"gateway.{name}": getattr(gateway, name) for name in ("http_host", "grpc_host", "admin_host")}
+    ports = [name for name in GATEWAY_PORTS if getattr(gateway, f"{name}_port") is not None]
+    places = {f"gateway.{name}_host": getattr(gateway, f"{name}_host") for name in ports}
     security = settings.security
     inside: dict[str, Any] = {"worker": settings.worker, "kvtransfer": settings.kvtransfer}
     if security is not None:
@@ -177,7 +178,7 @@ def _check_ports(settings: Settings) -> None:
     """Say at once that a port is taken, not after the engines have been started."""
     gateway = settings.gateway
     for index in range(settings.coordinator.gateways):
-        for name in ("http", "grpc", "admin"):
+        for name in GATEWAY_PORTS:
             host, port = getattr(gateway, f"{name}_host"), gateway_port(getattr(gateway, f"{name}_port"), index)
             if not port:
                 continue
@@ -279,14 +280,25 @@ def _healthy(address: str) -> bool:
 
 
 def _announce(status: admin_pb2.GetStatusResponse, console: Console, ready_file: Path | None) -> None:
+    from coordinator.pools.admin_http import SCALE_PATH
+
     gateways = [
-        {"http": g.http_address, "grpc": g.grpc_address, "admin": g.admin_address, "id": g.gateway_id} for g in status.gateways
+        {
+            "http": g.http_address,
+            "grpc": g.grpc_address,
+            "admin": g.admin_address,
+            "admin_http": g.admin_http_address,
+            "id": g.gateway_id,
+        }
+        for g in status.gateways
     ]
     for g in gateways:
         console.print(f"[bold]serving {status.model}[/bold]")
         console.print(f"  OpenAI HTTP  http://{g['http']}/v1")
         console.print(f"  gRPC         {g['grpc']}")
         console.print(f"  admin        {g['admin']}   (splitpoint status --admin {g['admin']})")
+        if g["admin_http"]:
+            console.print(f"  admin HTTP   http://{g['admin_http']}{SCALE_PATH}", highlight=False)
     for transports in sorted({", ".join(w.transports) for w in status.workers if w.transports}):
         console.print(f"  KV travels by {transports}")
     console.print("Ctrl-C drains and ends everything")

@@ -22,6 +22,10 @@ class GatewaySettings(BaseModel):
     grpc_port: int = Field(50051, ge=0, le=65535)
     admin_host: str = "127.0.0.1"
     admin_port: int = Field(50052, ge=0, le=65535)
+    admin_http_host: str = "127.0.0.1"
+    admin_http_port: int | None = Field(
+        None, ge=0, le=65535, description="Scaling over HTTP, for autoscalers of Kubernetes and Ray Serve. None: not at all."
+    )
 
     served_model_name: str | None = Field(None, description="None: the engine's own `served_model_name`.")
     default_path: Literal["split", "colocated", "auto"] = "split"

@@ -257,6 +257,7 @@ def status(
                 http_address=g.http_address,
                 grpc_address=g.grpc_address,
                 admin_address=g.admin_address,
+                admin_http_address=g.admin_http_address,
                 in_flight=g.in_flight,
                 pid=g.pid,
                 tasks=g.tasks,

@@ -14,6 +14,7 @@ from typing import Any
 import grpc.aio
 import uvicorn
 from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp
 
 from coordinator import path_model
 from coordinator.config import Settings, gateway_port, served_model_name
@@ -27,6 +28,7 @@ from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.tokenizer import TextTokenizer
 from coordinator.manifest import versions
 from coordinator.pools.admin import AdminBackend, AdminServicer
+from coordinator.pools.admin_http import build_admin_app
 from coordinator.pools.process import open_files
 from coordinator.pools.reports import GatewayReport
 from coordinator.routing.views import WorkerState
@@ -49,14 +51,14 @@ class GatewayProcess:
         self._poll = poll
         self._admin = admin
         self._tasks: list[asyncio.Task[Any]] = []
-        self._http: uvicorn.Server | None = None
+        self._http_servers: list[uvicorn.Server] = []
         self._servers: list[grpc.aio.Server] = []
         self._addresses: dict[str, str] = {}
         self.core: GatewayCore | None = None
         self._frontend: FrontEnd | None = None
 
     async def start(self) -> None:
-        """Listen on all three ports and follow the membership.
+        """Listen on all its ports and follow the membership.
 
         Raises:
             OSError: an HTTP port is taken or not ours.
@@ -89,7 +91,7 @@ class GatewayProcess:
             transports=self._settings.kvtransfer.transports,
         )
         self._spawn(self.core.membership.follow(self._poll), "membership")
-        await self._start_http(self.core, self._frontend)
+        self._start_http(build_http_app(self.core, self._frontend), "http", settings.http_host, settings.http_port)
         await self._start_grpc(build_grpc_server(self.core, self._frontend), "grpc", settings.grpc_host, settings.grpc_port)
         admin_server = grpc.aio.server(options=server_options(settings))
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
@@ -98,6 +100,9 @@ class GatewayProcess:
         service = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
         reflection.enable_server_reflection((service, reflection.SERVICE_NAME), admin_server)
         await self._start_grpc(admin_server, "admin", settings.admin_host, settings.admin_port)
+        if settings.admin_http_port is not None:
+            app = build_admin_app(self._admin, model=name, host=settings.admin_http_host)
+            self._start_http(app, "admin_http", settings.admin_http_host, settings.admin_http_port)
         log.info("gateway %s serves %s at %s", self._id, name, self._addresses)
 
     def report(self) -> GatewayReport:
@@ -111,6 +116,7 @@ class GatewayProcess:
             http_address=self._addresses["http"],
             grpc_address=self._addresses["grpc"],
             admin_address=self._addresses["admin"],
+            admin_http_address=self._addresses.get("admin_http", ""),
             in_flight=self.core.in_flight,
             pid=os.getpid(),
             tasks=len(asyncio.all_tasks()),
@@ -145,28 +151,22 @@ class GatewayProcess:
         if self.core is not None:
             await self.core.close()
         await asyncio.gather(*(server.stop(_CLOSE_GRACE_S) for server in self._servers))
-        if self._http is not None:
-            self._http.should_exit = True
+        for server in self._http_servers:
+            server.should_exit = True
         for task in self._tasks:
-            if task.get_name() != "http":
+            if task.get_name() not in ("http", "admin_http"):
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _start_http(self, core: GatewayCore, frontend: FrontEnd) -> None:
-        settings = self._settings.gateway
-        listener = _listen(settings.http_host, self._port(settings.http_port))
+    def _start_http(self, app: ASGIApp, name: str, host: str, port: int) -> None:
+        listener = _listen(host, self._port(port))
         config = uvicorn.Config(
-            build_http_app(core, frontend), loop="none", lifespan="off", log_config=None, access_log=False,
-            timeout_graceful_shutdown=int(_CLOSE_GRACE_S),
-        )  # fmt: skip
-        self._http = uvicorn.Server(config)
-        self._spawn(self._serve_http(listener), "http")
-        self._addresses["http"] = host_port(settings.http_host, listener.getsockname()[1])
-
-    async def _serve_http(self, listener: socket.socket) -> None:
-        assert self._http is not None
-        with contextlib.closing(listener):
-            await self._http.serve(sockets=[listener])
+            app, loop="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(_CLOSE_GRACE_S)
+        )
+        server = uvicorn.Server(config)
+        self._http_servers.append(server)
+        self._spawn(_serve_http(server, listener), name)
+        self._addresses[name] = host_port(host, listener.getsockname()[1])
 
     async def _start_grpc(self, server: grpc.aio.Server, name: str, host: str, port: int) -> None:
         bound = server.add_insecure_port(host_port(host, self._port(port)))
@@ -198,6 +198,11 @@ def served_model(settings: Settings, tokenizer: TextTokenizer) -> ServedModel:
         vocab_size=vocab_size,
         created_s=int(time.time()),
     )
+
+
+async def _serve_http(server: uvicorn.Server, listener: socket.socket) -> None:
+    with contextlib.closing(listener):
+        await server.serve(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

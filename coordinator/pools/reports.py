@@ -123,6 +123,8 @@ class GatewayReport:
     unconnected: tuple[str, ...] = ()
     """Ready workers that it has no stream to yet."""
     open_circuits: tuple[str, ...] = ()
+    admin_http_address: str = ""
+    """Empty: none."""
     loads: Mapping[str, PoolLoad] = field(default_factory=dict)
     """Its part of every pool's load, by pool."""
     lacking: Mapping[Role, int] = field(default_factory=dict)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 def settings(tmp_path: Path, *sets: str) -> Settings:
     (tmp_path / "tokenizer.json").write_text("{}")
     common = ["engine.kind=simulated", f"engine.model_path={tmp_path}", f"coordinator.state_dir={tmp_path / 'state'}"]
-    ports = [f"gateway.{name}_port=0" for name in ("http", "grpc", "admin")]
+    ports = [f"gateway.{name}_port=0" for name in ("http", "grpc", "admin", "admin_http")]
     return load(sets=[*common, *ports, *sets], environment={})
 
 
@@ -50,7 +50,7 @@ def test_a_missing_model_is_said_with_what_to_do(tmp_path: Path) -> None:
     assert "splitpoint models fetch" in text
 
 
-@pytest.mark.parametrize("name", ["http", "grpc", "admin"])
+@pytest.mark.parametrize("name", ["http", "grpc", "admin", "admin_http"])
 def test_a_taken_port_is_named(tmp_path: Path, name: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

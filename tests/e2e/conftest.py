@@ -24,6 +24,7 @@ def simulated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "coordinator.missed_heartbeats=4",
         "coordinator.drain_timeout_s=20",
         "coordinator.restart_backoff_s=0.2",
+        "gateway.admin_http_port=0",
     ]
     with serve(ROOT / "deploy" / "simulated.toml", tmp_path_factory.mktemp("simulated"), sets, ready_s=90) as served:
         yield served

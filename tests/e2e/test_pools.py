@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
+from coordinator.pools.admin_http import SCALE_PATH
 from protos.splitpoint.v1 import admin_pb2
 from tests.e2e.system import Served, until
 from tests.e2e.test_serve import completion, splitpoint
@@ -74,6 +76,10 @@ def done(served: Served, *arguments: str) -> str:
     return ended.stdout
 
 
+def _target(served: Served, pool: str) -> int:
+    return next(p.target for p in served.status().pools if p.name == pool)
+
+
 def labels(served: Served) -> dict[str, tuple[str, str]]:
     """Pool and incarnation by worker."""
     return {i: (w.pool, w.incarnation) for i, w in served.workers(state="").items()}
@@ -95,8 +101,16 @@ def test_each_phase_scales_and_workers_change_roles_while_no_request_fails(syste
     file = tmp_path / "pools.toml"
     file.write_text(GROWN)
     with load(system) as answered:
-        system.admin_call("ScalePool", admin_pb2.ScalePoolRequest(pool="prefill", replicas=4))
-        until("prefill has grown", lambda: not system.status().unsettled, 90)
+        scale = f"http://{system.status().gateways[0].admin_http_address}{SCALE_PATH.format(pool='prefill')}"
+        assert httpx.put(scale, json={"spec": {"replicas": 2}}, trust_env=False).json()["spec"] == {"replicas": 2}
+        done(
+            system, "autoscale", "prefill", "--min", "4", "--max", "4", "--metrics-interval-s", "0.5", "--look-back-period-s", "1"
+        )
+        until("prefill has grown", lambda: _target(system, "prefill") == 4 and not system.status().unsettled, 90)
+        assert httpx.put(scale, json={"spec": {"replicas": 2}}, trust_env=False).status_code == 409
+        [autoscaler] = system.status().autoscaling.autoscalers
+        assert not [gap for gap in ("does not answer", "silent") if gap in autoscaler.decision.reason]
+        done(system, "autoscale", "prefill", "--off")
         done(system, "scale", "decode", "--replicas", "3", "--wait", "--timeout", "80")
         grown = labels(system)
         assert [pool for pool, _ in grown.values()].count("prefill") == 4

@@ -118,7 +118,7 @@ class PoolStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight", "pid", "tasks", "open_files", "open_circuits")
+    __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight", "pid", "tasks", "open_files", "open_circuits", "admin_http_address")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class GatewayStatus(_message.Message):
     TASKS_FIELD_NUMBER: _ClassVar[int]
     OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
     OPEN_CIRCUITS_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     http_address: str
     grpc_address: str
@@ -137,7 +138,8 @@ class GatewayStatus(_message.Message):
     tasks: int
     open_files: int
     open_circuits: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, gateway_id: _Optional[str] = ..., http_address: _Optional[str] = ..., grpc_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., in_flight: _Optional[int] = ..., pid: _Optional[int] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., open_circuits: _Optional[_Iterable[str]] = ...) -> None: ...
+    admin_http_address: str
+    def __init__(self, gateway_id: _Optional[str] = ..., http_address: _Optional[str] = ..., grpc_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., in_flight: _Optional[int] = ..., pid: _Optional[int] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., open_circuits: _Optional[_Iterable[str]] = ..., admin_http_address: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("pools", "workers", "gateways", "model", "version", "unsettled", "autoscaling")
