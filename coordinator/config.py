@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from coordinator import path_model
 from coordinator.gateway.config import GatewaySettings
+from coordinator.pools.config import PlacementSettings
 from coordinator.routing.views import Role
 from decode.config import DecodeSettings
 from engine.config import EngineSettings
@@ -67,11 +68,19 @@ class CoordinatorSettings(BaseModel):
     heartbeat_interval_s: float = Field(1.0, gt=0)
     missed_heartbeats: PositiveInt = Field(3, description="Missed in a row before a worker is probed and, if silent, fenced.")
     probe_timeout_s: float = Field(2.0, gt=0)
+    partition_grace_s: float = Field(
+        20.0, ge=0, description="A worker whose whole host is silent is given up after so long; then it is replaced elsewhere."
+    )
     drain_timeout_s: float = Field(120.0, gt=0, description="Longer than the longest generation; then the rest is ended.")
     restart_backoff_s: float = Field(1.0, gt=0, description="After a start that failed; doubles with each further one.")
     restart_backoff_max_s: float = Field(60.0, gt=0)
     start_timeout_s: float = Field(600.0, gt=0, description="`serve` gives up when not every pool is ready by then.")
     worker_cpus: float = Field(0.1, gt=0, description="Ray CPUs of one rank's bundle on machines without accelerators.")
+    placement: PlacementSettings = PlacementSettings()
+    require_durable_gcs: bool = Field(
+        False,
+        description="Refuse a joined Ray whose GCS keeps its state in memory, instead of warning.",
+    )
     worker_gpus: float | None = Field(None, ge=0, description="Ray GPUs of one rank's bundle. None: 1 if the cluster has any.")
     pin_cpus: bool = Field(
         True, description="CPU engines with several threads: give each worker of a node its own cores, as far as there are."

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from coordinator import manifest
 from coordinator.config import GATEWAY_PORTS, Settings, gateway_port
-from coordinator.pools.ray_cluster import NAMESPACE, Cluster, joined
+from coordinator.pools.ray_cluster import HEAD, NAMESPACE, Cluster, joined
+from coordinator.pools.reach import interfaces, loopback_settings
 from coordinator.routing.views import WorkerState
 from kvtransfer.addresses import is_loopback
 from kvtransfer.tls import IN_TLS
@@ -64,6 +65,7 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
         with _cluster(where, settings.coordinator.node_ip) as cluster:
             # Ray's init takes SIGTERM for itself.
             stop.install()
+            _check_cluster(settings, cluster, console)
             handle = _start_coordinator(settings, record, cluster)
             try:
                 status = _wait_ready(handle, settings, console, stop)
@@ -89,6 +91,24 @@ def _cluster(address: str, node_ip: str) -> Iterator[Cluster]:
             hint = "the machine may be too busy: try again" if address == "embedded" else "is a cluster running there?"
             raise LaunchError(f"Ray did not start: {exc} ({hint})") from exc
         yield cluster
+
+
+def _check_cluster(settings: Settings, cluster: Cluster, console: Console) -> None:
+    """What only the cluster itself can tell. A private one is on this node alone, and ends with this process."""
+    if cluster.temp_dir is not None:
+        return
+    if not cluster.on_head:
+        raise LaunchError("run `serve` on the head node of the Ray cluster: its coordinator keeps its state there")
+    if cluster.nodes > 1:
+        hosts = {f"{name}.advertise_host": getattr(settings, name).advertise_host for name in ("worker", "kvtransfer")}
+        if faults := loopback_settings(hosts):
+            raise LaunchError(f"the cluster has {cluster.nodes} nodes: " + "; ".join(faults))
+    if cluster.gcs_storage == "memory":
+        fault = "Ray's GCS keeps its state in memory: when its head is started again, every engine ends"
+        remedy = "start the head with RAY_gcs_storage=rocksdb and RAY_gcs_storage_path, or with Redis"
+        if settings.coordinator.require_durable_gcs:
+            raise LaunchError(f"{fault} ({remedy}; coordinator.require_durable_gcs asks for it)")
+        console.print(f"[yellow]{fault}; {remedy}[/yellow]")
 
 
 def plaintext_doors(settings: Settings) -> list[str]:
@@ -204,6 +224,7 @@ def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster
         "lifetime": "detached",
         "max_restarts": -1,
         "num_cpus": 0,
+        "resources": {HEAD: 0.001},  # its state is there
     }
     try:
         return ray.remote(CoordinatorActor).options(**options).remote(spec)
@@ -219,11 +240,12 @@ def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) 
     until_s = time.monotonic() + settings.coordinator.start_timeout_s
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     told: set[str] = set()
+    unready = ""
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting the coordinator", total=None)
         while not stop.count:
             try:
-                asked = [handle.status.remote(), handle.gateway_faults.remote()]
+                asked = [handle.status.remote(), handle.faults.remote()]
                 status, faults = ray.get(asked, timeout=_CALL_TIMEOUT_S)
             except (GetTimeoutError, ActorUnavailableError):
                 status, faults = None, []
@@ -233,13 +255,15 @@ def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) 
                 progress.update(task, description=_describe(status))
                 _tell(status, told, progress.console.print)
                 if _is_ready(status, settings):
-                    if all(_healthy(g.http_address) for g in status.gateways):
+                    unready = _unready(status.gateways)
+                    if not unready:
                         return status
-                    progress.update(task, description="waiting for the gateways to reach the workers")
+                    progress.update(task, description=f"waiting for the gateways: {unready}")
                 if failure := _failure(status) or "; ".join(faults):
                     raise LaunchError(failure)
             if time.monotonic() > until_s:
-                raise LaunchError(f"not ready after coordinator.start_timeout_s = {settings.coordinator.start_timeout_s:g} s")
+                limit = f"coordinator.start_timeout_s = {settings.coordinator.start_timeout_s:g} s"
+                raise LaunchError(f"not ready after {limit}" + (f": {unready}" if unready else ""))
             time.sleep(_POLL_S)
     return None
 
@@ -269,6 +293,24 @@ def _failure(status: admin_pb2.GetStatusResponse) -> str:
 def _is_ready(status: admin_pb2.GetStatusResponse, settings: Settings) -> bool:
     full = all(p.ready >= p.target for p in status.pools)
     return full and len(status.gateways) >= settings.coordinator.gateways
+
+
+def _unready(gateways: Iterable[admin_pb2.GatewayStatus]) -> str:
+    """Why requests would not be served yet, or "": each gateway is dialled at all that it advertises, and asked how it is."""
+    for gateway in gateways:
+        for name in GATEWAY_PORTS:
+            address = getattr(gateway, f"{name}_address")
+            if not address:  # a door that is not configured
+                continue
+            host, _, port = address.rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+            except OSError as error:
+                interface = interfaces([address])[address] or "none of this node's"
+                return f"{gateway.gateway_id} advertises {address} as {name}_address (interface {interface}): {error}"
+        if not _healthy(gateway.http_address):
+            return f"{gateway.gateway_id} does not reach the workers yet"
+    return ""
 
 
 def _healthy(address: str) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from coordinator.config import Settings
@@ -35,6 +36,7 @@ def rules_of(settings: Settings) -> Rules:
         heartbeat_limit_s=c.heartbeat_limit_s,
         probe_interval_s=max(5.0, 2 * c.heartbeat_interval_s),
         max_failed_probes=c.missed_heartbeats,
+        partition_grace_s=c.partition_grace_s,
         restart_backoff_s=c.restart_backoff_s,
         restart_backoff_max_s=c.restart_backoff_max_s,
         whole_roles=frozenset(role for tier in settings.gateway.routing.colocated_roles for role in tier),
@@ -94,6 +96,8 @@ class Fleet:
         self.backoff: dict[str, Backoff] = {}
         self.failures: dict[str, str] = {}
         """Why each pool's last worker failed, as long as its backoff runs."""
+        self.faults: Mapping[WorkerId, str] = {}
+        """Why workers cannot be reached at what they advertise, as `Reach` finds it."""
         self._gone: set[WorkerId] = set()
         self.epoch = secrets.token_hex(4)
         """Names this table's life: versions rise within it and mean nothing in another."""
@@ -209,15 +213,16 @@ class Fleet:
             del self.backoff[pool]
             self.failures.pop(pool, None)
 
-    def probed(self, worker_id: WorkerId, answered: bool, now_s: float) -> None:
-        """A data-plane probe ended."""
+    def probed(self, worker_id: WorkerId, answered: bool, now_s: float, *, host_silent: bool = False) -> None:
+        """A data-plane probe ended. `host_silent`: not even the worker's host answered."""
         member = self.members.get(worker_id)
         if member is None:
             return
         failed = 0 if answered else member.record.failed_probes + 1
         if failed:
-            log.warning("worker %s does not answer its data plane (%d in a row)", worker_id, failed)
-        member.record = replace(member.record, probed_s=now_s, failed_probes=failed)
+            who = "its host is silent" if host_silent else "its host answers"
+            log.warning("worker %s does not answer its data plane (%d in a row, %s)", worker_id, failed, who)
+        member.record = replace(member.record, probed_s=now_s, failed_probes=failed, host_silent=host_silent and bool(failed))
 
     def drain(self, worker_id: WorkerId, until_s: float) -> None:
         """A drain is wanted; gateways stop choosing the worker at once. Idempotent, keeps the earlier end. One that does not
@@ -283,9 +288,18 @@ class Fleet:
         taken = {m.slot for m in self.members.values()}
         return next(i for i in range(len(taken) + 1) if i not in taken)
 
+    @property
+    def silent_nodes(self) -> set[str]:
+        """Nodes of workers whose host does not answer, by Ray's id."""
+        return {m.beat.node_id for m in self.members.values() if m.beat is not None and m.record.host_silent}
+
     def views(self, now_s: float) -> tuple[WorkerView, ...]:
         """All members, in the order they came."""
-        return tuple(member.view(now_s) for member in self.members.values())
+        return tuple(self._view(member, now_s) for member in self.members.values())
+
+    def _view(self, member: Member, now_s: float) -> WorkerView:
+        view, fault = member.view(now_s), self.faults.get(member.record.worker_id)
+        return replace(view, detail=fault) if fault and not view.detail else view
 
     def records(self) -> list[WorkerRecord]:
         return [member.record for member in self.members.values()]

@@ -31,6 +31,8 @@ from coordinator.pools.guardian import guarded
 log = logging.getLogger(__name__)
 
 NAMESPACE = "splitpoint"
+HEAD = "node:__internal_head__"
+"""The resource that Ray gives its head, also to a head that was started anew."""
 _WORKER_NICENESS = "RAY_worker_niceness"
 _TEMP_PREFIX = "sp-ray-"
 # Ray's sockets live below the temporary directory, and a socket's path holds 107 characters.
@@ -39,11 +41,15 @@ _TEMP_ROOT = Path("/tmp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What was joined. `temp_dir` is None on an existing cluster."""
+    """What was joined. `temp_dir` is None on an existing cluster. `nodes` are those that live, `on_head`: this process is on the
+    head. `gcs_storage` is where the GCS keeps its state, in Ray's words ("memory", "redis", "rocksdb"), or ""."""
 
     address: str
     temp_dir: Path | None
     num_gpus: int
+    nodes: int = 1
+    on_head: bool = True
+    gcs_storage: str = ""
 
 
 @contextlib.contextmanager
@@ -58,7 +64,7 @@ def joined(address: str, node_ip: str) -> Iterator[Cluster]:
 
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         try:
-            yield Cluster(address=_address(), temp_dir=None, num_gpus=_gpus())
+            yield _existing()
         finally:
             ray.shutdown()
         return
@@ -99,6 +105,27 @@ def remove_stale_directories() -> None:
         if match and not psutil.pid_exists(int(match[1])) and path.stat().st_uid == os.getuid():
             log.info("removing %s: its launcher is gone", path)
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _existing() -> Cluster:
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    here = ray.get_runtime_context().get_node_id()
+    on_head = any(HEAD in node["Resources"] for node in alive if node["NodeID"] == here)
+    return Cluster(
+        address=_address(), temp_dir=None, num_gpus=_gpus(), nodes=len(alive), on_head=on_head, gcs_storage=_gcs_storage()
+    )
+
+
+def _gcs_storage() -> str:
+    """The GCS writes it into its own key-value store, for Ray's usage report, whether or not that is on."""
+    from ray.experimental import internal_kv
+
+    value = internal_kv._internal_kv_get(b"extra_usage_tag_gcs_storage", namespace=b"usage_stats")
+    if not value:
+        log.warning(json.dumps({"event": "gcs_storage_unknown"}))
+    return value.decode() if value else ""
 
 
 def _address() -> str:

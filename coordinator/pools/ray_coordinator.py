@@ -24,7 +24,7 @@ from coordinator.pools.autoscale_sampler import Heard
 from coordinator.pools.autoscaler import Autoscaler
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, Member, rules_of
-from coordinator.pools.probe import answers
+from coordinator.pools.probe import Answer, probe
 from coordinator.pools.process import log_to
 from coordinator.pools.ray_deaths import Deaths
 from coordinator.pools.ray_fleet import (
@@ -32,12 +32,16 @@ from coordinator.pools.ray_fleet import (
     end_worker,
     end_workers,
     free_places_but,
+    free_worker,
     live_workers,
     wait_death,
 )
 from coordinator.pools.ray_gateway import GATEWAY_PREFIX, drain_gateways
 from coordinator.pools.ray_gateways import Gateways
+from coordinator.pools.ray_nodes import NodeLostError
+from coordinator.pools.ray_placement import Placement
 from coordinator.pools.ray_worker import WorkerActor
+from coordinator.pools.reach import Reach
 from coordinator.pools.reconcile import (
     Action,
     Actual,
@@ -79,12 +83,15 @@ class CoordinatorActor:
         self._pools = DesiredPools(spec.settings, self._store, self._fleet, self._rules.whole_roles)
         self._handles: dict[WorkerId, ActorHandle] = {}
         self._deaths = Deaths(self._store, self._fleet, self._handles, self._rules.heartbeat_interval_s)
+        self._placement = Placement(spec.settings.coordinator.placement)
         self._busy: dict[WorkerId, asyncio.Task[None]] = {}
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
         self._gateways = Gateways(spec, self._rules.heartbeat_interval_s)
         self._autoscaler = Autoscaler(self._store, self._pools, self._fleet, self._rules.heartbeat_limit_s)
         self._autoscaler_set = asyncio.Event()
+        self._reach = Reach(self._dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)
+        self._fleet.faults = self._reach.faults
         self._ending = False
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
@@ -107,6 +114,7 @@ class CoordinatorActor:
                 self._carry_out(action, now_s)
             if not self._ending:
                 self._gateways.keep()
+                self._reach.keep([member.beat for member in self._fleet.members.values() if member.beat is not None])
             try:
                 await asyncio.wait_for(self._wake.wait(), self._rules.heartbeat_interval_s)
             except TimeoutError:
@@ -219,7 +227,10 @@ class CoordinatorActor:
 
     async def _create(self, spec: WorkerSpec) -> None:
         try:
-            handle = await asyncio.to_thread(create_worker, self._worker_class, spec, self._spec.num_gpus)
+            beats = [member.beat for member in self._fleet.members.values() if member.beat is not None]
+            silent = self._deaths.silent_nodes | self._fleet.silent_nodes
+            args = (self._worker_class, spec, self._spec.num_gpus, self._placement, beats, silent)
+            handle = await asyncio.to_thread(create_worker, *args)
         except (RayError, ValueError) as error:
             self._fleet.died(spec.worker_id, f"could not be made: {error}", time.monotonic())
             return
@@ -237,12 +248,21 @@ class CoordinatorActor:
 
     async def _probe(self, worker_id: WorkerId) -> None:
         member = self._fleet.members.get(worker_id)
-        if member is None or member.beat is None:
-            answered = False
-        else:
+        answer = Answer.HOST
+        if member is not None and member.beat is not None:
             settings = self._spec.settings
-            answered = await answers(member.beat.view, settings.coordinator.probe_timeout_s, settings.security)
-        self._fleet.probed(worker_id, answered, time.monotonic())
+            answer = await probe(member.beat.view, settings.coordinator.probe_timeout_s, settings.security)
+        silent = answer is Answer.NOTHING
+        self._fleet.probed(worker_id, answer is Answer.WORKER, time.monotonic(), host_silent=silent)
+
+    async def _dial_from(self, worker_id: WorkerId, addresses: Sequence[str]) -> dict[str, str]:
+        try:
+            faults: dict[str, str] = await asyncio.wait_for(
+                self._handles[worker_id].reach.remote(list(addresses)), 2 * _CALL_TIMEOUT_S
+            )
+        except (RayError, KeyError) as error:
+            raise ConnectionError(f"{worker_id} did not dial: {type(error).__name__}") from error
+        return faults
 
     async def _tell_drain(self, worker_id: WorkerId) -> None:
         handle = self._handles.get(worker_id)
@@ -270,9 +290,22 @@ class CoordinatorActor:
         member = self._fleet.members.get(worker_id)
         if member is None:
             return
-        await end_worker(worker_id, self._handles.get(worker_id), member.beat)
-        self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
-        self._deaths.died(worker_id, member.beat)
+        handle = self._handles.get(worker_id)
+        try:
+            if member.record.host_silent:
+                raise NodeLostError("its host is silent")
+            await end_worker(worker_id, handle, member.beat)
+        except NodeLostError as error:
+            # Others take its work now. What peers hold back for its sake waits until its death is known (rule 13).
+            log.error("giving up worker %s: %s", worker_id, error)
+            await asyncio.to_thread(free_worker, worker_id, handle)
+            self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
+            assert member.beat is not None, "only processes that were heard of can be lost"
+            self._deaths.lost(worker_id, member.beat)
+        else:
+            self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
+            self._deaths.died(worker_id, member.beat)
+        self._placement.forget(worker_id)
         watch = self._watches.pop(worker_id, None)
         if watch is not None:
             watch.cancel()
@@ -322,9 +355,9 @@ class CoordinatorActor:
         engine = self._pools.present.settings.pools[target.name].engine
         return admin.pool_status(target, engine, views, backoff.failures, self._fleet.failures.get(target.name, ""))
 
-    async def gateway_faults(self) -> list[str]:
-        """Why gateways cannot start, one line each."""
-        return list(self._gateways.faults.values())
+    async def faults(self) -> list[str]:
+        """Why gateways cannot start, and which addresses lead nowhere, one line each."""
+        return [*self._gateways.faults.values(), *self._reach.lasting()]
 
     async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
         """Raises `SplitpointError`: see `DesiredPools.scale`; `CONFLICT` also for an autoscaled pool."""

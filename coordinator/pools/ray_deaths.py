@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Coroutine, Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
 from coordinator.pools.fleet import Fleet
-from coordinator.pools.ray_nodes import kill_on_node
+from coordinator.pools.probe import dial
+from coordinator.pools.ray_nodes import NodeLostError, kill_on_node
 from coordinator.pools.reports import Beat
 from coordinator.pools.store import KnownProcess, Store
 from protos.ids import WorkerId
@@ -24,6 +26,10 @@ log = logging.getLogger(__name__)
 
 KILL_TIMEOUT_S = 5.0
 TELL_TIMEOUT_S = 5.0
+DIAL_TIMEOUT_S = 2.0
+ORPHANED_S = 90.0
+"""A raylet that has lost the GCS for 60 s (Ray's `gcs_rpc_server_reconnect_timeout_s`), or hears that it was given up, ends and
+takes its processes with it. From so long after Ray gave a node up, nothing of it can write into our memory."""
 
 
 class Deaths:
@@ -36,7 +42,8 @@ class Deaths:
         self._pause_s = pause_s
         self._noted: dict[WorkerId, KnownProcess] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
-        self._unseen: set[asyncio.Task[None]] = set()
+        self._unseen: dict[asyncio.Task[None], str] = {}
+        """Ends of what cannot be seen, with the node it runs on."""
 
     def serves(self, beat: Beat) -> None:
         """A worker that serves was heard: its processes are written down when they have changed."""
@@ -55,13 +62,30 @@ class Deaths:
             self._store.put_fence(beat.view.incarnation)
         self._store.forget(worker_id)
 
+    def lost(self, worker_id: WorkerId, beat: Beat) -> None:
+        """It was given up because its node does not answer. Its death is made sure of and told when it can be."""
+        view = beat.view
+        self._noted.pop(worker_id, None)
+        known = KnownProcess(worker_id=worker_id, incarnation=view.incarnation, node_id=beat.node_id, processes=beat.processes)
+        self._store.put_process(known)
+        self._make_sure(known, view.address)
+
+    @property
+    def silent_nodes(self) -> set[str]:
+        """Nodes that hold processes which cannot be ended now, by Ray's id."""
+        return set(self._unseen.values())
+
+    def _make_sure(self, known: KnownProcess, address: str = "") -> None:
+        task = asyncio.get_running_loop().create_task(self._end_unseen(known, address))
+        self._unseen[task] = known.node_id
+        task.add_done_callback(self._unseen.pop)
+
     def resume(self, found: Collection[WorkerId]) -> None:
         """After a restart: end for certain what served once and is not among the live actors `found`, and go on telling."""
         for known in self._store.processes():
             if known.worker_id not in found and known.worker_id not in self._fleet.members:
-                task = asyncio.get_running_loop().create_task(self._end_unseen(known))
-                self._unseen.add(task)
-                task.add_done_callback(self._unseen.discard)
+                log.warning("worker %s died while no coordinator ran", known.worker_id)
+                self._make_sure(known)
         self.tell()
 
     def tell(self) -> None:
@@ -96,15 +120,21 @@ class Deaths:
                 log.warning("telling %s that %s is dead: %r; trying again", worker_id, incarnation, cause)
             await asyncio.sleep(self._pause_s)
 
-    async def _end_unseen(self, known: KnownProcess) -> None:
-        """It died while no coordinator ran: its actor is gone, its other processes may not be."""
-        log.warning("worker %s died while no coordinator ran", known.worker_id)
+    async def _end_unseen(self, known: KnownProcess, address: str) -> None:
+        """Its actor is gone or out of reach, its processes may not be. `address`: where it served, "" when that is not known."""
+        lost_s: float | None = None
         while True:
             try:
                 left = await kill_on_node(known.node_id, known.processes, KILL_TIMEOUT_S)
                 if not left:
                     break
                 log.warning("pids %s of worker %s are still there; trying again", left, known.worker_id)
+            except NodeLostError as error:
+                lost_s = time.monotonic() if lost_s is None else lost_s
+                refused = address and isinstance(await dial(address, DIAL_TIMEOUT_S), ConnectionRefusedError)
+                if refused or time.monotonic() - lost_s > ORPHANED_S:
+                    log.warning("worker %s is dead with its node: %s", known.worker_id, error)
+                    break
             except (RayError, TimeoutError, OSError) as error:
                 log.warning("worker %s: its death is not confirmed: %r; trying again", known.worker_id, error)
             await asyncio.sleep(self._pause_s)

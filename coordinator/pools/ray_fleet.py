@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from coordinator.config import Settings
 from coordinator.pools.ray_cluster import NAMESPACE
 from coordinator.pools.ray_nodes import kill_on_node
+from coordinator.pools.ray_placement import Placement
 from coordinator.pools.reports import Beat, WorkerSpec
 from protos.ids import WorkerId
 
@@ -31,17 +32,24 @@ def actor_name(worker_id: WorkerId) -> str:
     return f"{WORKER_PREFIX}{worker_id}"
 
 
-def create_worker(actor_class: Any, spec: WorkerSpec, num_gpus: int) -> ActorHandle:
+def create_worker(
+    actor_class: Any, spec: WorkerSpec, num_gpus: int, placement: Placement, beats: Sequence[Beat], silent: Collection[str]
+) -> ActorHandle:
     """A detached, never restarted actor in a detached placement group of one bundle per rank; both outlive the coordinator.
 
     With one rank the actor itself takes the bundle's accelerator. With more, vLLM's Ray executor finds the group as the
-    current one and puts its ranks into the bundles; the actor takes none.
+    current one and puts its ranks into the bundles; the actor takes none. `beats` and `silent`: see `Placement.selector`.
     """
     rules, engine = spec.settings.coordinator, spec.settings.engine_of(spec.pool)
     gpus = rules.worker_gpus if rules.worker_gpus is not None else float(min(1, num_gpus))
     bundle = {"CPU": rules.worker_cpus, **({"GPU": gpus} if gpus else {})}
+    labels = placement.selector(spec, bundle, engine.world_size, beats, silent)
     group = ray.util.placement_group(
-        [bundle] * engine.world_size, strategy="PACK", name=actor_name(spec.worker_id), lifetime="detached"
+        [bundle] * engine.world_size,
+        strategy="PACK",
+        name=actor_name(spec.worker_id),
+        lifetime="detached",
+        bundle_label_selector=[labels] * engine.world_size if labels else None,
     )
     alone = engine.world_size == 1
     if gpus and not alone:
@@ -102,14 +110,14 @@ async def end_worker(worker_id: WorkerId, handle: ActorHandle | None, beat: Beat
         left = await kill_on_node(beat.node_id, beat.processes, KILL_TIMEOUT_S)
         if left:
             raise TimeoutError(f"pids {left} of worker {worker_id} are still there {KILL_TIMEOUT_S:g} s after SIGKILL")
-    await asyncio.to_thread(_free, worker_id, handle)
+    await asyncio.to_thread(free_worker, worker_id, handle)
 
 
 def end_workers() -> list[WorkerId]:
     """Kill every worker actor that is left and free all places. Returns the workers. For ends that no coordinator sees to."""
     found = live_workers()
     for worker_id, handle in found.items():
-        _free(worker_id, handle)
+        free_worker(worker_id, handle)
     free_places_but(())
     return list(found)
 
@@ -128,7 +136,8 @@ def free_places_but(workers: Collection[WorkerId]) -> list[str]:
     return freed
 
 
-def _free(worker_id: WorkerId, handle: ActorHandle | None) -> None:
+def free_worker(worker_id: WorkerId, handle: ActorHandle | None) -> None:
+    """Ask Ray to end its actor, and give back its name and its place. Waits for no death."""
     if handle is not None:
         ray.kill(handle, no_restart=True)
     group = _group(worker_id)

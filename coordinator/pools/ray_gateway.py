@@ -17,7 +17,7 @@ from coordinator.gateway.membership import MembershipSnapshot
 from coordinator.pools import admin
 from coordinator.pools.gateway_process import GatewayProcess
 from coordinator.pools.process import log_to
-from coordinator.pools.ray_cluster import NAMESPACE
+from coordinator.pools.ray_cluster import HEAD, NAMESPACE
 from coordinator.pools.reports import GatewayReport
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import admin_pb2
@@ -118,6 +118,7 @@ def create_gateway(gateway_id: str, index: int, settings: Settings, log_dir: Pat
         "lifetime": "detached",
         "max_restarts": -1,
         "num_cpus": 0,
+        "resources": {HEAD: 0.001},  # ports are fixed, and clients know one address
         "get_if_exists": True,
     }
     return ray.remote(GatewayActor).options(**options).remote(gateway_id, index, settings, log_dir)

@@ -18,6 +18,11 @@ from coordinator.pools.shared_memory import python_segments_of, unlink_orphans
 log = logging.getLogger(__name__)
 
 _TRACKER_S = 3.0
+_GCS_TIMEOUT_S = 5.0
+
+
+class NodeLostError(TimeoutError):
+    """Ray has given the node up: nothing can be done there. Its processes live on if it is only cut off."""
 
 
 def process_tree() -> tuple[ProcessRef, ...]:
@@ -69,19 +74,18 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 async def kill_on_node(node_id: str, refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
-    """`kill_here` on the node of `node_id`. A node that Ray knows to be dead has nothing left to kill.
+    """`kill_here` on the node of `node_id`.
 
     Raises:
-        TimeoutError: the node did not answer: the death is not confirmed.
+        TimeoutError: the node, or the GCS, did not answer: the death is not confirmed. `NodeLostError`: nor will it be by Ray.
     """
     if not refs:
         return []
     if node_id == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(kill_here, refs, timeout_s)
-    nodes = await asyncio.to_thread(ray.nodes)
+    nodes = await asyncio.wait_for(asyncio.to_thread(ray.nodes), _GCS_TIMEOUT_S)
     if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
-        log.warning("node %s is dead, so are its processes %s", node_id, [ref.pid for ref in refs])
-        return []
+        raise NodeLostError(f"Ray has given up node {node_id}; pids {[ref.pid for ref in refs]} may live on there")
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task = ray.remote(kill_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
     return await asyncio.wait_for(task.remote(list(refs), timeout_s), timeout_s + 5.0)

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from coordinator.pools.process import log_to, use_cores
 from coordinator.pools.ray_cluster import NAMESPACE
 from coordinator.pools.ray_nodes import process_tree
+from coordinator.pools.ray_placement import this_node
 from coordinator.pools.reports import Beat, WorkerFacts, WorkerSpec
 from coordinator.pools.worker_process import Host, WorkerProcess
 from coordinator.routing.views import Role
@@ -28,9 +29,13 @@ class WorkerActor:
         log_to(spec.log_dir / f"{spec.worker_id}.log", settings.log_format)
         if not ray.get_gpu_ids():
             use_cores(spec.slot, settings.engine_of(spec.pool).omp_threads, pin=settings.coordinator.pin_cpus)
-        context = ray.get_runtime_context()
+        node = this_node(ray.get_runtime_context().get_node_id())
         host = Host(
-            node_id=context.get_node_id(), node_ip=node_ip(context.get_node_id()), push=Pusher().push, processes=process_tree
+            node_id=node.node_id,
+            node_ip=node.address,
+            push=Pusher().push,
+            processes=process_tree,
+            rack=node.labels.get(settings.coordinator.placement.rack_label, ""),
         )
         self._process = WorkerProcess(spec, host)
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -61,6 +66,9 @@ class WorkerActor:
         """Raises `SplitpointError` when a rank does not answer."""
         await self._process.peer_died(incarnation)
 
+    async def reach(self, addresses: list[str]) -> dict[str, str]:
+        return await self._process.reach(addresses)
+
     async def reset_prefix_cache(self) -> bool:
         return await self._process.reset_prefix_cache()
 
@@ -73,18 +81,20 @@ class Pusher:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._finding: asyncio.Task[Any] | None = None
 
     async def push(self, beat: Beat) -> bool:
         """False: end yourself. Raises `ConnectionError` when the coordinator is away."""
         try:
             if self._handle is None:
-                self._handle = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
+                self._handle = await self._find()
             return bool(await asyncio.wait_for(self._handle.heartbeat.remote(beat), _PUSH_TIMEOUT_S))
         except (RayError, ValueError, TimeoutError) as error:
             self._handle = None
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
-
-def node_ip(node_id: str) -> str:
-    """This node's address as the cluster knows it. An address guessed from routes may be one that peers cannot reach."""
-    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+    async def _find(self) -> Any:
+        """Ray's answer waits as long as the GCS is away, on a thread: one at most, and nobody waits for it for ever."""
+        if self._finding is None or self._finding.done():
+            self._finding = asyncio.create_task(asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE))
+        return await asyncio.wait_for(asyncio.shield(self._finding), _PUSH_TIMEOUT_S)

@@ -51,6 +51,8 @@ class Rules:
     """Beside an engine's own time to start: for its process to be placed, and to say why it did not start."""
     restart_backoff_s: float
     restart_backoff_max_s: float
+    partition_grace_s: float = 0.0
+    """How long a host may be silent before its workers are given up."""
     whole_roles: frozenset[Role] = frozenset(Role)
     """Roles that are offered whole requests."""
 
@@ -193,6 +195,9 @@ def _liveness(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None
         return None
     heard_s = worker.heartbeat_s if worker.heartbeat_s is not None else worker.created_s
     late_s = now_s - heard_s
+    if worker.host_silent and late_s <= rules.partition_grace_s:
+        # A process that died or stopped on a host that is there is refused or accepted at once: this is the network.
+        return ProbeWorker(worker.worker_id) if now_s - (worker.probed_s or 0.0) > rules.heartbeat_interval_s else None
     if worker.failed_probes >= rules.max_failed_probes:
         return FenceWorker(worker.worker_id, f"{worker.failed_probes} probes of its data plane failed in a row")
     if late_s > rules.heartbeat_limit_s:

@@ -88,6 +88,8 @@ class Beat:
     """Legs and transfers of a role that it had before, under way."""
     metrics_address: str = ""
     """Where Prometheus finds the worker; empty when it has no such endpoint."""
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """The network interface of its node behind each address that it advertises; "" where none has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

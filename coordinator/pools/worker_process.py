@@ -17,6 +17,7 @@ from typing import Any
 from coordinator.manifest import gpus, hardware, versions
 from coordinator.pools.former import FormerWork
 from coordinator.pools.process import open_files, resident_bytes
+from coordinator.pools.reach import dial_all, interfaces
 from coordinator.pools.reports import Beat, ProcessRef, Resources, Staging, WorkerFacts, WorkerSpec
 from coordinator.routing.views import RankView, Role, WorkerState, WorkerView
 from engine.config import EngineSettings, KvEngineConfig
@@ -46,6 +47,7 @@ class Host:
     node_ip: str
     push: Callable[[Beat], Awaitable[bool]]
     processes: Callable[[], tuple[ProcessRef, ...]]
+    rack: str = ""
 
 
 class WorkerProcess:
@@ -134,6 +136,10 @@ class WorkerProcess:
         if isinstance(self.server.ranks, RankControl) and not self._stopping.is_set():
             await self.server.ranks.fence(incarnation)
 
+    async def reach(self, addresses: Sequence[str]) -> dict[str, str]:
+        """Dial addresses of peers from here; why not, for those that cannot be reached."""
+        return await dial_all(addresses)
+
     async def reset_prefix_cache(self) -> bool:
         """False when blocks are in use and nothing was reset."""
         return self.server.engine is not None and await self.server.engine.reset_prefix_cache()
@@ -216,6 +222,7 @@ class WorkerProcess:
             uptime_s=now_s - self._born_s,
             resources=resources,
             metrics_address=self.server.metrics_address,
+            interfaces=interfaces([view.address, *(rank.address for rank in view.ranks)]) if view.ranks else {},
         )
 
     async def _state(self, state: WorkerState) -> tuple[WorkerView, Resources | None]:
@@ -255,6 +262,8 @@ class WorkerProcess:
             kv_usage=kv_usage,
             kv_capacity_tokens=server.info.num_kv_blocks * server.info.block_tokens if server.info is not None else 0,
             detail=detail,
+            node_id=self._host.node_id,
+            rack=self._host.rack,
         )
         return view, resources
 

@@ -40,7 +40,8 @@ class WorkerView:
     `fingerprint` is equal for workers that can exchange KV, of whatever shape; `running`, `waiting` and `kv_usage` are as old as
     `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
     `kv_capacity_tokens` is how much KV its engine holds, live and cached together; 0: not known. A `cordoned` worker finishes
-    what it has and is offered nothing new.
+    what it has and is offered nothing new. `node_id` is the Ray node it runs on, `rack` the value of that node's
+    `coordinator.placement.rack_label`, "" where it has none.
     """
 
     worker_id: WorkerId
@@ -62,3 +63,5 @@ class WorkerView:
     kv_capacity_tokens: int = 0
     cordoned: bool = False
     detail: str = ""
+    node_id: str = ""
+    rack: str = ""

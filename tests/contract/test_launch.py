@@ -20,12 +20,13 @@ import pytest
 from rich.console import Console
 
 from coordinator.config import Settings, load
-from coordinator.launch import LaunchError, plaintext_doors, serve
+from coordinator.launch import LaunchError, _check_cluster, _unready, plaintext_doors, serve
 from coordinator.pools.process import use_cores
-from coordinator.pools.ray_cluster import remove_stale_directories
+from coordinator.pools.ray_cluster import Cluster, remove_stale_directories
 from coordinator.pools.ray_nodes import kill_here, process_tree
 from coordinator.pools.reports import ProcessRef
 from coordinator.pools.shared_memory import python_segments_of
+from protos.splitpoint.v1 import admin_pb2
 from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,6 +107,48 @@ def test_certificates_that_cannot_be_used_are_said_before_anything_starts(tmp_pa
     text = refusal(settings(tmp_path, *files, f"security.key_file={tmp_path}/none.key", 'kvtransfer.transports=["grpc"]'))
     assert "security.cert_file" in text
     assert "none.key" in text
+
+
+class TestCluster:
+    """What is refused, or said, of a Ray cluster that was joined."""
+
+    AUTO = ("worker.advertise_host=auto", "kvtransfer.advertise_host=auto")
+
+    def check(self, configured: Settings, **cluster: object) -> str:
+        said = io.StringIO()
+        defaults: dict[str, object] = {"address": "10.0.0.1:6379", "temp_dir": None, "num_gpus": 0, "gcs_storage": "rocksdb"}
+        _check_cluster(configured, Cluster(**{**defaults, **cluster}), Console(file=said, width=200))  # type: ignore[arg-type]
+        return said.getvalue()
+
+    def test_a_sound_one_needs_no_words(self, tmp_path: Path) -> None:
+        assert self.check(settings(tmp_path, *self.AUTO), nodes=3) == ""
+
+    def test_serve_belongs_on_the_head(self, tmp_path: Path) -> None:
+        with pytest.raises(LaunchError, match="head node"):
+            self.check(settings(tmp_path, *self.AUTO), on_head=False)
+
+    @pytest.mark.parametrize("part", ["worker", "kvtransfer"])
+    def test_a_loopback_address_is_refused_where_there_are_other_nodes(self, tmp_path: Path, part: str) -> None:
+        configured = settings(tmp_path, *self.AUTO, f"{part}.advertise_host=127.0.0.1")
+        with pytest.raises(LaunchError, match=rf"2 nodes: {part}.advertise_host is 127.0.0.1 \(interface lo\)"):
+            self.check(configured, nodes=2)
+        assert self.check(configured, nodes=1) == ""
+
+    def test_a_gcs_in_memory_is_said_or_refused(self, tmp_path: Path) -> None:
+        assert "every engine ends" in self.check(settings(tmp_path, *self.AUTO), gcs_storage="memory")
+        with pytest.raises(LaunchError, match="require_durable_gcs"):
+            self.check(settings(tmp_path, *self.AUTO, "coordinator.require_durable_gcs=true"), gcs_storage="memory")
+
+    def test_a_private_one_is_not_asked(self, tmp_path: Path) -> None:
+        assert self.check(settings(tmp_path), temp_dir=tmp_path, gcs_storage="memory", nodes=2) == ""
+
+
+def test_a_gateways_address_that_leads_nowhere_is_named_with_its_interface() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        found = _unready([admin_pb2.GatewayStatus(gateway_id="gateway/0", http_address=address)])
+    assert found.startswith(f"gateway/0 advertises {address} as http_address (interface lo)")
 
 
 def test_one_launcher_per_state_directory(tmp_path: Path) -> None:

@@ -77,10 +77,8 @@ def test_a_slow_answer_of_the_coordinator_does_not_end_the_start(monkeypatch: py
         return [answer(q) for q in questions] if isinstance(questions, list) else answer(questions)
 
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(launch, "_healthy", lambda address: True)
-    handle = SimpleNamespace(
-        status=SimpleNamespace(remote=lambda: "status"), gateway_faults=SimpleNamespace(remote=lambda: "gateway_faults")
-    )
+    monkeypatch.setattr(launch, "_unready", lambda gateways: "")
+    handle = SimpleNamespace(status=SimpleNamespace(remote=lambda: "status"), faults=SimpleNamespace(remote=lambda: "faults"))
     with launch._signals() as stop:
         found = launch._wait_ready(handle, load(environment={}), Console(file=io.StringIO()), stop)
     assert found == ready

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -141,14 +141,23 @@ def _cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-def start(config: Path, state_dir: Path, sets: Sequence[str], *, ready_s: float) -> Served:
-    """Start and wait until requests are served. The caller ends it."""
+def start(
+    config: Path,
+    state_dir: Path,
+    sets: Sequence[str],
+    *,
+    ready_s: float,
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Served:
+    """Start and wait until requests are served. The caller ends it. `prefix`: what runs the command, which it becomes."""
     state_dir.mkdir(parents=True, exist_ok=True)
     ready, output = state_dir / "ready.json", state_dir / "serve.out"
     free_ports = [f"gateway.{name}_port=0" for name in ("http", "grpc", "admin")]
     arguments = [f"--set={item}" for item in [*free_ports, f"coordinator.state_dir={state_dir}", *sets]]
-    command = [sys.executable, "-m", "coordinator.cli", "serve", "-c", str(config), "--ready-file", str(ready), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*prefix, sys.executable, "-m", "coordinator.cli", "serve", "-c", str(config)]
+    command += ["--ready-file", str(ready), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with output.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
     try:

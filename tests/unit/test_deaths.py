@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError
 from coordinator.pools import ray_deaths
 from coordinator.pools.fleet import Fleet
 from coordinator.pools.ray_deaths import Deaths
+from coordinator.pools.ray_nodes import NodeLostError
 from coordinator.pools.reports import Beat, ProcessRef
 from coordinator.pools.store import Store
 from coordinator.routing.views import Role
@@ -123,3 +124,49 @@ async def test_a_worker_that_never_served_has_nobody_to_tell(store: Store) -> No
     deaths = Deaths(store, fleet_of(ALIVE), {ALIVE: Handle()}, pause_s=0.001)
     deaths.died(DEAD, None)
     assert store.fences() == []
+
+
+class Lost:
+    """A node that Ray has given up; `refuses`: its host says that nobody listens at the worker's address."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refuses = False
+        self.asked = asyncio.Event()
+        monkeypatch.setattr(ray_deaths, "kill_on_node", self.kill)
+        monkeypatch.setattr(ray_deaths, "dial", self.dial)
+
+    async def kill(self, node_id: str, refs: Sequence[ProcessRef], timeout_s: float) -> list[int]:
+        raise NodeLostError("given up")
+
+    async def dial(self, address: str, timeout_s: float) -> OSError:
+        self.asked.set()
+        return ConnectionRefusedError() if self.refuses else TimeoutError()
+
+
+async def test_a_worker_of_a_lost_node_frees_nothing_before_its_death_is_known(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, handle = Lost(monkeypatch), Handle()
+    deaths = Deaths(store, fleet_of(ALIVE), {ALIVE: handle}, pause_s=0.001)
+    deaths.lost(DEAD, beat(DEAD))
+    await asyncio.wait_for(lost.asked.wait(), 5)
+    assert store.fences() == []
+    assert deaths.silent_nodes == {"n"}
+    assert [known.worker_id for known in store.processes()] == [DEAD], "the next coordinator goes on"
+    lost.refuses = True
+    await settle(store)
+    assert handle.heard == [f"{DEAD}-i"]
+    await asyncio.sleep(0)
+    assert deaths.silent_nodes == set()
+
+
+async def test_a_lost_node_that_stays_silent_is_dead_when_its_raylet_has_given_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Lost(monkeypatch)
+    monkeypatch.setattr(ray_deaths, "ORPHANED_S", 0.05)
+    handle = Handle()
+    deaths = Deaths(store, fleet_of(ALIVE), {ALIVE: handle}, pause_s=0.001)
+    deaths.lost(DEAD, beat(DEAD))
+    await settle(store)
+    assert handle.heard == [f"{DEAD}-i"]

@@ -8,9 +8,10 @@ from typing import get_args
 
 import pytest
 
-from coordinator.config import load
+from coordinator.config import CoordinatorSettings, load
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.path_model import read
+from coordinator.pools.config import PlacementSettings
 from coordinator.routing.config import AutoPathSettings, RoutingSettings
 from kvtransfer.metrics import KvMetrics
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -60,6 +61,18 @@ def test_the_policies_are_those_of_the_settings_and_their_block_loads(tmp_path: 
     defaults = RoutingSettings()
     for name in ("max_load_ratio", "prefix_hit_weight"):
         assert f"`{name}` ({getattr(defaults, name):g})" in GUIDE
+
+
+def test_the_configuration_of_several_hosts_loads_and_its_strategies_are_those_of_the_settings(tmp_path: Path) -> None:
+    (rows,) = re.findall(r"^\| `strategy` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", GUIDE, re.MULTILINE)
+    shown = re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)
+    assert sorted(shown) == sorted(get_args(PlacementSettings.model_fields["strategy"].annotation))
+    (block,) = re.findall(r"```toml\n(\[coordinator\]\nray_address.*?)```", GUIDE, re.DOTALL)
+    file = tmp_path / "splitpoint.toml"
+    file.write_text(block)
+    settings = load(file, environment={})
+    assert settings.coordinator.placement.pool_labels == {"prefill": {"splitpoint/pool": "prefill"}}
+    assert f"`coordinator.partition_grace_s` ({CoordinatorSettings().partition_grace_s:g} s)" in GUIDE
 
 
 @pytest.mark.parametrize("word", ["allow_unencrypted_kv", "worker.metrics_port", "vllm:splitpoint_scheduler_events_total"])

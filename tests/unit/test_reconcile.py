@@ -31,6 +31,7 @@ RULES = Rules(
     max_failed_probes=3,
     restart_backoff_s=1.0,
     restart_backoff_max_s=60.0,
+    partition_grace_s=20.0,
 )
 ALL_ROLES = frozenset(Role)
 
@@ -147,6 +148,16 @@ class TestLiveness:
 
     def test_a_failed_probe_is_soon_repeated(self) -> None:
         assert run([target()], [worker(probed_s=NOW - 1.1, failed_probes=1)]) == [ProbeWorker(WorkerId("decode-1"))]
+
+    def test_a_silent_host_is_given_time_and_probed_meanwhile(self) -> None:
+        silent = {"heartbeat_s": NOW - 15, "failed_probes": 9, "host_silent": True}
+        assert run([target()], [worker(probed_s=NOW - 2, **silent)]) == [ProbeWorker(WorkerId("decode-1"))]
+        assert run([target()], [worker(probed_s=NOW - 0.5, **silent)]) == []
+
+    def test_a_host_that_stays_silent_loses_its_workers(self) -> None:
+        silent = worker(heartbeat_s=NOW - 21, probed_s=NOW - 0.5, failed_probes=9, host_silent=True)
+        (action,) = run([target()], [silent])
+        assert isinstance(action, FenceWorker)
 
     def test_beating_but_deaf_is_fenced(self) -> None:
         [action] = run([target()], [worker(failed_probes=3)])

@@ -1,0 +1,159 @@
+"""Two Ray nodes in namespaces: placement, the real model across their link, partitions that heal and that do not.
+
+One cluster for the module, because starting Ray twice costs half of the time; the partition that Ray gives a node up for is last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protos.splitpoint.v1 import admin_pb2
+from tests.e2e.parity import COLOCATED, SPLITS, ask, assert_same, assert_took, reset_caches
+from tests.e2e.streams import References, Stream
+from tests.e2e.system import ROOT, Served, end, start, until
+from tests.support.netns import missing
+from tests.support.netns_link import address, can_relay
+from tests.support.ray_hosts import FRONT, HEAD, OTHER, TwoNodes, two_nodes
+
+_LACKS = missing() or can_relay()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(_LACKS), reason=f"two nodes: {_LACKS}"),
+]
+DEADLINE_S = 40.0
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    with two_nodes(tmp_path_factory.mktemp("ray")) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def served(nodes: TwoNodes, config: str, folder: Path, *sets: str, ready_s: float) -> Iterator[Served]:
+    common = [
+        f"coordinator.ray_address={nodes.address}",
+        'coordinator.placement.strategy="spread"',
+        "coordinator.drain_timeout_s=10",
+        "coordinator.restart_backoff_s=0.2",
+        "pools.prefill.replicas=1",
+        "pools.decode.replicas=1",
+        *(f"gateway.{door}_host={FRONT}" for door in ("http", "grpc", "admin")),
+        *(f"{part}.advertise_host=auto" for part in ("worker", "kvtransfer")),
+    ]
+    system = start(
+        ROOT / "deploy" / config, folder, [*common, *sets], ready_s=ready_s, prefix=nodes.on(HEAD), environment=nodes.environment
+    )
+    try:
+        yield system
+    finally:
+        end(system.process, system.output)
+    assert system.process.returncode == 0, system.output.read_text()
+
+
+def homes(system: Served) -> dict[str, str]:
+    """The address of each pool's worker."""
+    return {worker.pool: worker.address.rpartition(":")[0] for worker in system.workers().values()}
+
+
+@pytest.mark.vllm
+@pytest.mark.ucx
+def test_the_model_prefills_on_one_node_and_decodes_on_the_other(nodes: TwoNodes, checkpoint: Path, tmp_path: Path) -> None:
+    prompt = tuple((7919 * i + 13) % 40000 + 100 for i in range(300))
+    sampling = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    with served(nodes, "demo-cpu.toml", tmp_path, f"engine.model_path={checkpoint}", ready_s=150) as system:
+        assert sorted(homes(system).values()) == [address(HEAD), address(OTHER)]
+        assert "memory" in system.output.read_text(), "that a restart of this head would end every engine has to be said"
+        reset_caches(system)
+        reference = ask(system, prompt, sampling, COLOCATED)
+        for way in SPLITS:
+            reset_caches(system)
+            before = nodes.carried()
+            answer = ask(system, prompt, sampling, way)
+            assert_same(answer, reference)
+            assert_took(answer, way, forwards=True)
+            # 8.8 MB in packets of at most 9,000 bytes, of which the sender may hand over several in one
+            assert nodes.carried() - before > 50, f"{way} did not use the link"
+        until("idle", system.idle, 10)
+
+
+@pytest.fixture(scope="module")
+def simulated(nodes: TwoNodes, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    sets = [
+        f"engine.model_path={checkpoint}",
+        "coordinator.heartbeat_interval_s=0.5",
+        "coordinator.missed_heartbeats=4",
+        "coordinator.probe_timeout_s=1",
+        "coordinator.partition_grace_s=8",
+        "gateway.worker_client.keepalive_time_s=1",
+    ]
+    with served(nodes, "simulated.toml", tmp_path_factory.mktemp("simulated"), *sets, ready_s=60) as system:
+        yield system
+
+
+def _streams(system: Served, prompts: list[list[int]], transport: str) -> list[Stream]:
+    streams = [Stream(system, prompt, TOKENS, transport=transport, deadline_s=DEADLINE_S) for prompt in prompts]
+    for stream in streams:
+        stream.start()
+    until("tokens flow", lambda: all(stream.tokens for stream in streams), 20)
+    return streams
+
+
+def _prompts(count: int, length: int) -> list[list[int]]:
+    return [[(31 * i + 101 * n) % 40000 + 100 for i in range(length)] for n in range(count)]
+
+
+def _incarnations(system: Served) -> dict[str, str]:
+    return {worker_id: worker.incarnation for worker_id, worker in system.workers(state="").items()}
+
+
+def test_a_partition_of_five_seconds_heals_without_a_restart(nodes: TwoNodes, simulated: Served) -> None:
+    before = _incarnations(simulated)
+    assert sorted(homes(simulated).values()) == [address(HEAD), address(OTHER)]
+    prompts = _prompts(4, 200)
+    references = References.ask(simulated, prompts, TOKENS)
+    streams = _streams(simulated, prompts, "ucx")
+    nodes.cut()
+    time.sleep(5.0)  # the length of the partition is what is tested
+    nodes.heal()
+    for index, stream in enumerate(streams):
+        stream.check_end(references, index)
+
+    def whole() -> bool:
+        workers = simulated.workers().values()
+        return len(workers) == 2 and all(worker.heartbeat_age_s < 2 for worker in workers)
+
+    until("both are heard again", whole, 30)
+    assert _incarnations(simulated) == before
+
+    def split() -> bool:
+        return all(ask(simulated, tuple(prompts[0]), {"max_tokens": 4}, way).token_ids for way in SPLITS)
+
+    until("KV crosses the link again", split, 30)
+    until("idle", simulated.idle, 30)
+    assert _incarnations(simulated) == before
+
+
+def test_a_longer_one_ends_in_replacement_and_every_request_ends_by_its_deadline(nodes: TwoNodes, simulated: Served) -> None:
+    before = _incarnations(simulated)
+    (lost,) = [i for i, worker in simulated.workers().items() if worker.address.startswith(address(OTHER))]
+    prompts = _prompts(4, 200)
+    references = References.ask(simulated, prompts, TOKENS)
+    streams = _streams(simulated, prompts, "grpc")
+    nodes.cut()
+    after = simulated.wait_replaced(lost, 60)
+    assert set(homes(simulated).values()) == {address(HEAD)}
+    assert {i: w.incarnation for i, w in after.items() if i in before} == {i: n for i, n in before.items() if i != lost}
+    for index, stream in enumerate(streams):
+        stream.check_end(references, index)
+    assert ask(simulated, tuple(prompts[0]), {"max_tokens": 4}, SPLITS[0]).token_ids
+    nodes.heal()
+    until("idle", simulated.idle, 30)
+    assert simulated.admin_call("GetStatus", admin_pb2.GetStatusRequest()).workers

@@ -1,0 +1,147 @@
+"""A Ray cluster of two nodes, each in network, IPC and mount namespaces of its own, over a link that can be cut.
+
+The head has a second device that leads to this process, so a test talks to what it serves as any client would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.support.netns import Commands, Host, hosts, in_network_of
+from tests.support.netns_link import CUT, Relay, address, relay_link
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE, FRONT = "10.78.0.1", "10.78.0.2"
+"""This process's end of the head's second device, and the head's."""
+HEAD, OTHER = 0, 1
+START_TIMEOUT_S = 60.0
+
+
+def no_commands() -> Commands:
+    """The hosts' agent: they hold namespaces, and what runs there is started from outside."""
+    return {}
+
+
+class TwoNodes:
+    """Made by `two_nodes`. `address` is the cluster's, `environment` what every process of it needs."""
+
+    def __init__(self, runner: asyncio.Runner, both: Sequence[Host], relay: Relay, folder: Path) -> None:
+        self._runner = runner
+        self._hosts = both
+        self._relay = relay
+        self._folder = folder
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="sp2-", dir="/tmp"))  # a socket's path holds 107 characters
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.address = f"{address(HEAD)}:6379"
+        self.environment: Mapping[str, str] = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_worker_niceness": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            # Ray gives a silent node up after about 12 s instead of a minute.
+            "RAY_health_check_initial_delay_ms": "2000",
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "10",
+        }
+
+    def on(self, index: int) -> list[str]:
+        """What runs a command on a node: a prefix that becomes it."""
+        return ["nsenter", "-t", str(self._hosts[index].pid), "-n", "-m", "-i", "-u", f"--wd={ROOT}"]
+
+    def start(self, index: int) -> None:
+        """Start the node's Ray; returns when it runs."""
+        command = [*self.on(index), sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address(index)}"]
+        command += ["--num-cpus=2", "--object-store-memory=104857600", "--disable-usage-stats", "--block"]
+        if index == HEAD:
+            command += ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self._temp_dir}"]
+        else:
+            command += [f"--address={self.address}"]
+        output = self._folder / f"ray-{index}.out"
+        with output.open("wb") as out:
+            node = self._nodes[index] = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **self.environment}
+            )
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in output.read_text():
+            assert node.poll() is None, output.read_text()
+            assert time.monotonic() < until_s, f"Ray on node {index} has not started: {output.read_text()}"
+            time.sleep(0.1)
+
+    def cut(self) -> None:
+        """From now on no packet passes between the nodes."""
+        self._runner.run(self._relay.set(forth=CUT, back=CUT))
+
+    def heal(self) -> None:
+        """The link is as it was."""
+        self._runner.run(self._relay.set())
+
+    def carried(self) -> int:
+        """Packets that were sent over the link so far, both ways."""
+        counters = self._runner.run(self._relay.counters())
+        return counters.get("forth", 0) + counters.get("back", 0)
+
+    def close(self) -> None:
+        """End Ray on both nodes; what does not end is killed."""
+        family = [p for node in self._nodes.values() if node.poll() is None for p in _family(node.pid)]
+        for node in self._nodes.values():
+            node.terminate()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=10)
+        for node in self._nodes.values():
+            node.wait(10)
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def two_nodes(folder: Path) -> Iterator[TwoNodes]:
+    """Both nodes up and joined; afterwards no process, device or directory of theirs is left."""
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        try:
+            both = runner.run(stack.enter_async_context(hosts(no_commands, "head", "other")))
+            relay = runner.run(stack.enter_async_context(relay_link(*both)))
+            _front_door(both[HEAD].pid)
+            nodes = TwoNodes(runner, both, relay, folder)
+            try:
+                nodes.start(HEAD)
+                nodes.start(OTHER)
+                yield nodes
+            finally:
+                nodes.close()
+        finally:
+            runner.run(stack.aclose())
+
+
+def _front_door(head: int) -> None:
+    """A device pair between the head and this process; it ends with the head's namespace."""
+    name = f"sp{os.getpid()}"
+    pair = ["ip", "link", "add", name, "type", "veth", "peer", "name", "front0", "netns", str(head)]
+    subprocess.run(pair, check=True, capture_output=True)
+    subprocess.run(["ip", "addr", "add", f"{OUTSIDE}/24", "dev", name], check=True)
+    subprocess.run(["ip", "link", "set", name, "up"], check=True)
+    in_network_of(head, "ip", "addr", "add", f"{FRONT}/24", "dev", "front0")
+    in_network_of(head, "ip", "link", "set", "front0", "up")
