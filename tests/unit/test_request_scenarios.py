@@ -1,11 +1,7 @@
-"""Whole lives of requests as text: commands and, under each, what the state machine answered.
-
-`SPLITPOINT_UPDATE_SCENARIOS=1` rewrites the files with the present answers; review them as a diff.
-"""
+"""Whole lives of requests as text: commands and, under each, what the state machine answered."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +34,7 @@ from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Solo
 from coordinator.routing.views import Role
 from protos.errors import Code, SplitpointError
 from tests.support.request_driver import SENDS, Driver
+from tests.support.scenarios import check_scenario
 from tests.support.views import worker_view
 
 FOLDER = Path(__file__).parent / "scenarios"
@@ -163,27 +160,9 @@ def show(action: Action) -> str:
             return f"credit {' '.join(w.worker_id for w in action.workers)}"
 
 
-def played(text: str) -> str:
-    """The file with every answer as it is now. Lines that begin with `#` and empty ones stay; answers are indented."""
-    scenario = Scenario()
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("    "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            lines += [f"    {answer}" for answer in scenario.run(line)]
-    return "\n".join(lines) + "\n"
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda p: p.stem)
 def test_scenario(path: Path) -> None:
-    text = path.read_text()
-    now = played(text)
-    if os.environ.get("SPLITPOINT_UPDATE_SCENARIOS"):
-        path.write_text(now)
-    else:
-        assert now == text
+    check_scenario(path, Scenario().run)
 
 
 def test_there_are_scenarios() -> None:

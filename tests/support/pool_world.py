@@ -1,0 +1,145 @@
+"""A world of worker processes in given time, for the pure cores that look after them: table, reconcile, routing.
+
+Processes beat once a second, obey what they are told, and are stopped, deafened or killed by the story. What the coordinator's
+shell does with Ray is done here at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from coordinator.pools.fleet import Fleet
+from coordinator.pools.reconcile import (
+    Action,
+    Actual,
+    DrainWorker,
+    FenceWorker,
+    ForgetWorker,
+    ProbeWorker,
+    RelabelWorker,
+    Rules,
+    StartWorker,
+    StopWorker,
+    reconcile,
+)
+from coordinator.pools.records import PoolTarget
+from coordinator.pools.reports import Beat
+from coordinator.routing.config import RoutingSettings
+from coordinator.routing.router import Router
+from coordinator.routing.views import Role, WorkerState
+from protos.ids import Incarnation, WorkerId
+from tests.support.views import worker_view
+
+RULES = Rules(
+    heartbeat_interval_s=1.0,
+    heartbeat_limit_s=3.0,
+    probe_interval_s=30.0,
+    max_failed_probes=3,
+    restart_backoff_s=2.0,
+    restart_backoff_max_s=60.0,
+)
+DRAIN_TIMEOUT_S = 60.0
+TRANSPORTS = ("ucx", "grpc")
+
+
+@dataclass
+class Process:
+    """One worker process: what it would say of itself."""
+
+    worker_id: WorkerId
+    pool: str
+    role: Role
+    engine: str
+    serves: bool = False
+    refusing: bool = False
+    running: int = 0
+    leases: int = 0
+    stopped: bool = False
+    """By a signal: it says nothing and answers nobody."""
+    deaf: bool = False
+    """It beats, and its data plane does not answer."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return Incarnation(f"{self.worker_id}-i")
+
+    def beat(self) -> Beat:
+        state = WorkerState.READY if self.serves else WorkerState.STARTING
+        view = replace(
+            worker_view(self.worker_id, self.role, pool=self.pool, state=state, running=self.running, transports=TRANSPORTS),
+            leases=self.leases,
+        )
+        return Beat(
+            view=view, slot=0, node_id="n", processes=(), refusing=self.refusing, uptime_s=0.0, engine=self.engine
+        )  # fmt: skip
+
+
+class PoolWorld:
+    """Processes, the coordinator's table of them, and one gateway's router over that table. The clock is `now_s`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.targets: dict[str, PoolTarget] = {}
+        self.processes: dict[WorkerId, Process] = {}
+        self.fleet = Fleet()
+        self.router = Router(RoutingSettings(), random.Random(1), transports=TRANSPORTS)
+        self._numbers: Counter[str] = Counter()
+
+    def tick(self) -> None:
+        """A second passes: who can, beats."""
+        self.now_s += 1.0
+        for process in self.processes.values():
+            if not process.stopped:
+                self.fleet.heard(process.beat(), self.now_s)
+        self.look()
+
+    def look(self) -> None:
+        """The gateway hears of the membership."""
+        self.router.update(self.fleet.views(self.now_s))
+
+    def reconcile(self) -> list[Action]:
+        """One pass, carried out."""
+        actual = Actual(workers=self.fleet.records(), backoff=self.fleet.backoff)
+        actions = reconcile(self.targets.values(), actual, self.now_s, RULES)
+        for action in actions:
+            self._carry_out(action)
+        self.look()
+        return actions
+
+    def died(self, worker_id: WorkerId, reason: str, *, wanted: bool = False) -> None:
+        """The process is gone, and that is known."""
+        self.processes.pop(worker_id, None)
+        self.fleet.died(worker_id, reason, self.now_s, wanted=wanted)
+        self.look()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case StartWorker():
+                self._start(self.targets[action.pool])
+            case DrainWorker():
+                self.fleet.drain(action.worker_id, self.now_s + DRAIN_TIMEOUT_S)
+                self.processes[action.worker_id].refusing = not self.processes[action.worker_id].stopped
+            case RelabelWorker():
+                process = self.processes[action.worker_id]
+                self.fleet.relabel(action.worker_id, action.pool, action.role)
+                if not process.stopped:
+                    process.pool, process.role = action.pool, action.role
+            case ProbeWorker():
+                asked = self.processes.get(action.worker_id)
+                self.fleet.probed(action.worker_id, asked is not None and not (asked.stopped or asked.deaf), self.now_s)
+            case StopWorker():
+                self.died(action.worker_id, action.reason, wanted=True)
+                self.fleet.forget(action.worker_id)
+            case FenceWorker():
+                self.died(action.worker_id, action.reason)
+                self.fleet.forget(action.worker_id)
+            case ForgetWorker():
+                self.fleet.forget(action.worker_id)
+
+    def _start(self, target: PoolTarget) -> None:
+        self._numbers[target.name] += 1
+        worker_id = WorkerId(f"{target.name}-{self._numbers[target.name]}")
+        self.processes[worker_id] = Process(worker_id, target.name, target.role, target.engine)
+        self.fleet.created(worker_id, target.name, target.role, 0, self.now_s, engine=target.engine)

@@ -1,0 +1,194 @@
+"""Stories of pools as text: what is asked or happens, and under it what the pure cores answered.
+
+The processes are played by `tests/support/pool_world.py` in given time; table, reconcile, routing and breakers are real.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.pools.reconcile import (
+    Action,
+    DrainWorker,
+    FenceWorker,
+    ForgetWorker,
+    ProbeWorker,
+    RelabelWorker,
+    StartWorker,
+    StopWorker,
+    check_scale,
+)
+from coordinator.pools.records import PoolTarget
+from coordinator.routing.breaker import PairKey
+from coordinator.routing.goals import PairRoute, Refusal, first_goals, workers_of
+from coordinator.routing.views import Role
+from protos.errors import SplitpointError
+from protos.ids import WorkerId
+from tests.support.pool_world import PoolWorld, Process
+from tests.support.scenarios import check_scenario, played
+
+FOLDER = Path(__file__).parent / "scenarios" / "pools"
+STORIES = ("breaker", "drain", "failover", "relabel", "scale")
+
+
+def counted(things: Iterable[str]) -> list[str]:
+    """Equal lines once, with their number."""
+    return [thing if count == 1 else f"{count} x {thing}" for thing, count in Counter(things).items()]
+
+
+class Scenario:
+    """Runs the commands of one file."""
+
+    def __init__(self) -> None:
+        self.world = PoolWorld()
+
+    def run(self, line: str) -> list[str]:
+        command, *words = line.split()
+        return list(getattr(self, f"do_{command}")(*words))
+
+    def process(self, name: str) -> Process:
+        return self.world.processes[WorkerId(name)]
+
+    # What operators do ----------------------------------------------------------------------------------------------------
+
+    def do_pools(self, *pools: str) -> list[str]:
+        """`NAME=REPLICAS[/ENGINE]`, the role is the name's beginning. A pass follows."""
+        made = {}
+        for pool in pools:
+            name, _, size = pool.partition("=")
+            replicas, _, engine = size.partition("/")
+            role = next(role for role in Role if name.startswith(role))
+            made[name] = PoolTarget(name=name, role=role, replicas=int(replicas), engine=engine)
+        self.world.targets = made
+        return self.do_pass()
+
+    def do_scale(self, pool: str, replicas: str, current: str = "") -> list[str]:
+        """A new target, with the guard `current`; a pass follows."""
+        targets, guard = list(self.world.targets.values()), int(current) if current else None
+        try:
+            target = check_scale(targets, pool, int(replicas), guard, frozenset({Role.COLOCATED, Role.DECODE}))
+        except SplitpointError as error:
+            return [f"{error.code}: {error.message}"]
+        self.world.targets[pool] = target
+        return self.do_pass()
+
+    def do_drain(self, name: str) -> list[str]:
+        """One worker is to go; a pass follows."""
+        self.world.fleet.drain(WorkerId(name), self.world.now_s + 60.0)
+        return self.do_pass()
+
+    def do_cordon(self, name: str) -> list[str]:
+        self.world.fleet.cordon(WorkerId(name), True)
+        return self.do_pass()
+
+    # What happens ---------------------------------------------------------------------------------------------------------
+
+    def do_pass(self) -> list[str]:
+        return counted(map(shown, self.world.reconcile()))
+
+    def do_wait(self, seconds: str) -> list[str]:
+        """So many seconds, one pass in each; those with actions are shown."""
+        lines = []
+        for _ in range(int(seconds)):
+            self.world.tick()
+            lines += [f"{self.world.now_s:g} s: {action}" for action in self.do_pass()]
+        return lines
+
+    def do_ready(self, *names: str) -> list[str]:
+        """Their engines serve, and say so."""
+        for name in names:
+            self.process(name).serves = True
+        return self.do_wait("1")
+
+    def do_busy(self, name: str, running: str, leases: str = "0") -> list[str]:
+        process = self.process(name)
+        process.running, process.leases = int(running), int(leases)
+        return []
+
+    def do_signal(self, name: str, what: str) -> list[str]:
+        """`stop`, `continue`, `deafen`, or `kill`, which is known at once."""
+        if what == "kill":
+            self.world.died(WorkerId(name), "its process ended")
+        else:
+            self.process(name).stopped = what == "stop"
+            self.process(name).deaf = what == "deafen"
+        return []
+
+    def do_fault(self, *names: str) -> list[str]:
+        """A fault of one worker, or of two over a transport."""
+        opened = self.world.router.breakers.failed(self.key(*names), self.world.now_s)
+        return ["its circuit opens"] if opened else []
+
+    def do_success(self, *names: str) -> list[str]:
+        return ["its circuit closes"] if self.world.router.breakers.succeeded(self.key(*names)) else []
+
+    def key(self, *names: str) -> Any:
+        if len(names) == 1:
+            return self.process(names[0]).incarnation
+        prefill, decode, transport = names
+        return PairKey(self.process(prefill).incarnation, self.process(decode).incarnation, transport)
+
+    # What can be seen -----------------------------------------------------------------------------------------------------
+
+    def do_workers(self) -> list[str]:
+        """All that are known, and what each is offered."""
+        return [
+            f"{view.worker_id}: {view.pool}, {view.role}, {view.state}" + (", cordoned" if view.cordoned else "")
+            for view in self.world.fleet.views(self.world.now_s)
+        ]
+
+    def do_asks(self, count: str, path: str) -> list[str]:
+        """So many requests, each routed, run and over: who got any, and who got one alone."""
+        routes = Counter(self.ask(path) for _ in range(int(count)))
+        return sorted(route + (", one" if number == 1 < len(routes) else "") for route, number in routes.items())
+
+    def ask(self, path: str) -> str:
+        route = self.world.router.choose(first_goals(path, prompt_tokens=10, transport=None, strict=False), self.world.now_s)
+        if isinstance(route, Refusal):
+            return route.message
+        names = " -> ".join(view.worker_id for view in workers_of(route))
+        over = f" over {route.transport}" if isinstance(route, PairRoute) else ""
+        return names + over + (f" ({', '.join(route.notes)})" if route.notes else "")
+
+
+def shown(action: Action) -> str:
+    match action:
+        case StartWorker():
+            return f"start a worker of {action.pool}"
+        case DrainWorker():
+            return f"drain {action.worker_id}: {action.reason}"
+        case RelabelWorker():
+            return f"relabel {action.worker_id}: {action.reason}"
+        case ProbeWorker():
+            return f"probe {action.worker_id}"
+        case StopWorker():
+            late = " although it is not idle" if action.timed_out else ""
+            return f"stop {action.worker_id}{late}: {action.reason}"
+        case FenceWorker():
+            return f"fence {action.worker_id}: {action.reason}"
+        case ForgetWorker():
+            return f"forget {action.worker_id}: {action.reason}"
+
+
+@pytest.mark.parametrize("name", STORIES)
+async def test_scenario(name: str) -> None:
+    check_scenario(FOLDER / f"{name}.txt", Scenario().run)
+
+
+def test_there_is_no_other_file() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == list(STORIES)
+
+
+def test_an_answer_that_changes_is_seen() -> None:
+    text = (FOLDER / "scale.txt").read_text()
+    scenario = Scenario()
+
+    def one_fewer(line: str) -> list[str]:
+        return scenario.run(line)[:-1]
+
+    assert played(text, one_fewer) != text
