@@ -26,6 +26,7 @@ from coordinator import manifest
 from coordinator.config import GATEWAY_PORTS, Settings, gateway_port
 from coordinator.pools.ray_cluster import HEAD, NAMESPACE, Cluster, joined
 from coordinator.pools.reach import interfaces, loopback_settings
+from coordinator.pools.store import StoreVersionError, check_version
 from coordinator.routing.views import WorkerState
 from kvtransfer.addresses import is_loopback
 from kvtransfer.tls import IN_TLS
@@ -52,6 +53,7 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
     """
     _check_model(settings)
     _check_certificates(settings)
+    _check_state(settings)
     if settings.coordinator.ray_address == "embedded":
         _check_ports(settings)
     with _exclusive(settings.coordinator.state_dir), _signals() as stop:
@@ -194,6 +196,14 @@ def _check_certificates(settings: Settings) -> None:
             raise LaunchError(f"security.{error}") from error
 
 
+def _check_state(settings: Settings) -> None:
+    """Say at once that the desired state is a newer version's, before anything of it is touched."""
+    try:
+        check_version(settings.coordinator.state_dir / "state.sqlite3")
+    except StoreVersionError as error:
+        raise LaunchError(str(error)) from None
+
+
 def _check_ports(settings: Settings) -> None:
     """Say at once that a port is taken, not after the engines have been started."""
     gateway = settings.gateway
@@ -292,7 +302,8 @@ def _failure(status: admin_pb2.GetStatusResponse) -> str:
 
 def _is_ready(status: admin_pb2.GetStatusResponse, settings: Settings) -> bool:
     full = all(p.ready >= p.target for p in status.pools)
-    return full and len(status.gateways) >= settings.coordinator.gateways
+    # A gateway is ready as soon as one path can serve; the first request is to find both.
+    return full and len(status.gateways) >= settings.coordinator.gateways and not status.unsettled
 
 
 def _unready(gateways: Iterable[admin_pb2.GatewayStatus]) -> str:

@@ -60,6 +60,9 @@ class GatewaySettings(BaseModel):
     routing: RoutingSettings = RoutingSettings()
     auto: AutoPathSettings = AutoPathSettings()
     worker_client: WorkerClientSettings = WorkerClientSettings()
+    drain_notice_s: NonNegativeFloat = Field(
+        1.0, description="A gateway that drains still takes requests for so long, for balancers to see that it is not ready."
+    )
     readiness_poll_s: PositiveFloat = Field(0.2, description="How often a health watch looks at the core.")
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from coordinator.gateway.generation import RunningChoice
 from coordinator.gateway.membership import Membership
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.gateway.pool_loads import PoolLoad, PoolLoads
-from coordinator.routing.auto import SPLIT, StepTimes
+from coordinator.routing.auto import StepTimes
 from coordinator.routing.breaker import PairKey
 from coordinator.routing.retry_budget import RetryBudget
 from coordinator.routing.router import Router
@@ -66,12 +66,12 @@ class GatewayCore:
         return RunningChoice(self, submission)
 
     def ready(self) -> bool:
-        """A connected worker in each phase of a pair, or one that serves the whole request by its label."""
+        """Some path can serve a request that leaves the path open: a connected worker of a role that is offered whole requests,
+        or one in each phase of a pair."""
         connected = self.membership.connected
-        workers = {role: any(connected(v.incarnation) for v in self.router.ready_workers(role)) for role in Role}
-        if workers[Role.COLOCATED] or (self.router.has_pair() and workers[Role.PREFILL] and workers[Role.DECODE]):
-            return True
-        return self.settings.default_path != SPLIT and workers[Role.DECODE]
+        workers = {role for role in Role if any(connected(v.incarnation) for v in self.router.ready_workers(role))}
+        whole = {role for tier in self.settings.routing.colocated_roles for role in tier}
+        return bool(workers & whole) or (self.router.has_pair() and {Role.PREFILL, Role.DECODE} <= workers)
 
     @property
     def in_flight(self) -> int:

@@ -78,7 +78,7 @@ class FrontEnd:
     """Everything that `build_http_app` and `build_grpc_server` need beside the core.
 
     `manifest` returns the run manifest; GET /version shows its `versions`. Setting `draining` makes this gateway unready, so
-    that balancers go elsewhere; requests that still come are served until the servers stop.
+    that balancers go elsewhere; requests that still come are served until the ports are closed.
     """
 
     settings: GatewaySettings

@@ -128,6 +128,21 @@ class DesiredPools:
         """The pool of a worker that has not been heard: the label it was given last, else the pool in its id."""
         return self.present.target(self._store.labels().get(worker_id, worker_id.rpartition("-")[0]))
 
+    def adopt(self, silent: Collection[WorkerId], now_s: float) -> None:
+        """After a restart: workers that live and have not been heard. One that served is taken as it was last, so gateways keep
+        their streams to it and nobody ends it for a worker that still loads; the others load, or are stopped."""
+        beats = {known.worker_id: known.beat for known in self._store.processes()}
+        for worker_id in silent:
+            beat, target = beats.get(worker_id), self.home(worker_id)
+            if beat is not None:
+                self._fleet.restored(beat, now_s)
+                if (label := self.present.target(self._store.labels().get(worker_id, beat.view.pool))) is not None:
+                    self._fleet.relabel(worker_id, label.name, label.role)
+                continue
+            pool, role = (target.name, target.role) if target is not None else (worker_id.rpartition("-")[0], Role.COLOCATED)
+            limit_s = target.start_timeout_s if target is not None else self._run.engine.start_timeout_s
+            self._fleet.created(worker_id, pool, role, self._fleet.free_slot(), now_s, start_timeout_s=limit_s)
+
     def resume_cordons(self) -> None:
         """After a restart, once the workers are known."""
         for worker_id in self._store.cordoned():

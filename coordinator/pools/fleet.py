@@ -155,6 +155,18 @@ class Fleet:
         self.members[worker_id] = Member(record=record, slot=slot)
         self._bump()
 
+    def restored(self, beat: Beat, now_s: float) -> None:
+        """A live worker that this table has not heard, as it was when a former one heard it last. It serves until its silence
+        or its data plane say otherwise, as any other that falls silent. Idempotent."""
+        view = beat.view
+        if view.worker_id in self.members or view.worker_id in self._gone:
+            return
+        self.created(view.worker_id, view.pool, view.role, beat.slot, now_s, engine=beat.engine, ranks=beat.ranks)
+        member = self.members[view.worker_id]
+        member.beat, member.ready_s = beat, now_s
+        member.record = replace(member.record, state=WorkerState.READY, start_timeout_s=beat.start_timeout_s)
+        self._bump()
+
     def heard(self, beat: Beat, now_s: float) -> bool:
         """A heartbeat arrived. False: this worker was given up and must end itself."""
         worker_id = beat.view.worker_id
@@ -188,6 +200,8 @@ class Fleet:
             engine=beat.engine,
             ranks=beat.ranks,
             start_timeout_s=beat.start_timeout_s,
+            # One that was restored is as old as it says.
+            created_s=min(record.created_s, now_s - beat.uptime_s),
             label_heard=(beat.view.pool, beat.view.role) == (record.pool, record.role),
             heartbeat_s=now_s,
             drain_since_s=drain_since_s,

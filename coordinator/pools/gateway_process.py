@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -51,8 +52,8 @@ class GatewayProcess:
         self._poll = poll
         self._admin = admin
         self._tasks: list[asyncio.Task[Any]] = []
-        self._http_servers: list[uvicorn.Server] = []
-        self._servers: list[grpc.aio.Server] = []
+        self._http_servers: dict[str, uvicorn.Server] = {}
+        self._servers: dict[str, grpc.aio.Server] = {}
         self._addresses: dict[str, str] = {}
         self.core: GatewayCore | None = None
         self._frontend: FrontEnd | None = None
@@ -140,18 +141,29 @@ class GatewayProcess:
         return self.core.paths.shown(lost_only=request.lost_only, limit=request.limit)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Say that it is not ready any more and wait for what is in flight. False when the time was over first."""
+        """Say that it is not ready, for `drain_notice_s` still take requests, then close the public ports and wait for what is in
+        flight. False when the time was over first. The admin port stays open. Idempotent."""
         if self.core is None or self._frontend is None:
             return True
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
         self._frontend.draining.set()
-        return await self.core.drain(timeout_s)
+        await asyncio.sleep(min(self._settings.gateway.drain_notice_s, timeout_s))
+        left_s = max(0.0, end_s - loop.time())
+        if (http := self._http_servers.get("http")) is not None:
+            http.config.timeout_graceful_shutdown = math.ceil(left_s)
+            http.should_exit = True
+        public = [self._servers["grpc"].stop(left_s)] if "grpc" in self._servers else []
+        answered = [task for task in self._tasks if task.get_name() == "http"]
+        done, _, _ = await asyncio.gather(self.core.drain(left_s), asyncio.gather(*public), _ended(answered, left_s))
+        return done
 
     async def stop(self) -> None:
         """End what is in flight, then every port. Idempotent."""
         if self.core is not None:
             await self.core.close()
-        await asyncio.gather(*(server.stop(_CLOSE_GRACE_S) for server in self._servers))
-        for server in self._http_servers:
+        await asyncio.gather(*(server.stop(_CLOSE_GRACE_S) for server in self._servers.values()))
+        for server in self._http_servers.values():
             server.should_exit = True
         for task in self._tasks:
             if task.get_name() not in ("http", "admin_http"):
@@ -164,14 +176,14 @@ class GatewayProcess:
             app, loop="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(_CLOSE_GRACE_S)
         )
         server = uvicorn.Server(config)
-        self._http_servers.append(server)
+        self._http_servers[name] = server
         self._spawn(_serve_http(server, listener), name)
         self._addresses[name] = host_port(host, listener.getsockname()[1])
 
     async def _start_grpc(self, server: grpc.aio.Server, name: str, host: str, port: int) -> None:
         bound = server.add_insecure_port(host_port(host, self._port(port)))
         await server.start()
-        self._servers.append(server)
+        self._servers[name] = server
         self._addresses[name] = host_port(host, bound)
 
     def _port(self, port: int) -> int:
@@ -217,6 +229,11 @@ def _listen(host: str, port: int) -> socket.socket:
         raise
     listener.listen(_LISTEN_BACKLOG)
     return listener
+
+
+async def _ended(tasks: list[asyncio.Task[Any]], timeout_s: float) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s)
 
 
 def _tell_fault(task: asyncio.Task[Any]) -> None:

@@ -47,6 +47,7 @@ from coordinator.pools.reconcile import (
     Actual,
     Backoff,
     DrainWorker,
+    Ending,
     FenceWorker,
     ForgetWorker,
     ProbeWorker,
@@ -92,7 +93,7 @@ class CoordinatorActor:
         self._autoscaler_set = asyncio.Event()
         self._reach = Reach(self._dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)
         self._fleet.faults = self._reach.faults
-        self._ending = False
+        self._ending = Ending.NOT
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
@@ -109,10 +110,12 @@ class CoordinatorActor:
             self._wake.clear()
             now_s = time.monotonic()
             actual = Actual(workers=self._fleet.records(), backoff=self._fleet.backoff)
-            targets = () if self._ending else self._pools.targets
-            for action in reconcile(targets, actual, now_s, self._rules, budget_ranks=self._pools.present.budget_ranks):
+            budget_ranks = self._pools.present.budget_ranks
+            for action in reconcile(
+                self._pools.targets, actual, now_s, self._rules, budget_ranks=budget_ranks, ending=self._ending
+            ):
                 self._carry_out(action, now_s)
-            if not self._ending:
+            if self._ending is Ending.NOT:
                 self._gateways.keep()
                 self._reach.keep([member.beat for member in self._fleet.members.values() if member.beat is not None])
             try:
@@ -127,7 +130,7 @@ class CoordinatorActor:
         while True:
             self._autoscaler_set.clear()
             heard = Heard(reports=self._gateways.reports, heard_s=self._gateways.heard_s, expected=names)
-            if not self._ending and self._autoscaler.run(heard, time.monotonic()):
+            if self._ending is Ending.NOT and self._autoscaler.run(heard, time.monotonic()):
                 self._wake.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._autoscaler_set.wait(), self._autoscaler.interval_s)
@@ -149,10 +152,8 @@ class CoordinatorActor:
         until_s = now_s + self._rules.heartbeat_limit_s
         while wanted - set(self._fleet.members) and time.monotonic() < until_s:
             await self._fleet.next_change(until_s - time.monotonic())
-        for worker_id in wanted - set(self._fleet.members):
-            # Silent ones: alive and loading, stopped, or dead. The rest follows by itself.
-            if (target := self._pools.home(worker_id)) is not None:
-                self._fleet.created(worker_id, target.name, target.role, self._fleet.free_slot(), now_s)
+        # Silent ones: alive and loading, late, stopped, or dead. The rest follows by itself.
+        self._pools.adopt(wanted - set(self._fleet.members), time.monotonic())
         self._deaths.resume(found)
         for worker_id, left_s in self._store.draining().items():
             self._fleet.drain(worker_id, time.monotonic() + max(0.0, left_s))
@@ -451,11 +452,12 @@ class CoordinatorActor:
         return await asyncio.wait_for(handle.facts.remote(), _CALL_TIMEOUT_S)
 
     async def shutdown(self, timeout_s: float) -> None:
-        """Let the gateways finish what is in flight, then drain and stop every worker; start no more. Returns when all are
-        gone, at the latest shortly after `timeout_s`."""
-        self._ending = True
+        """Close the gateways, let them finish what is in flight, then drain and stop every worker; start no more. Returns when
+        all are gone, at the latest shortly after `timeout_s`."""
+        self._ending = Ending.GATEWAYS
         end_s = time.monotonic() + timeout_s
         await drain_gateways(list(self._gateways.reports), timeout_s)
+        self._ending = Ending.WORKERS
         timeout_s = max(1.0, end_s - time.monotonic())
         for worker_id, member in list(self._fleet.members.items()):
             if member.record.state is not WorkerState.STARTING:

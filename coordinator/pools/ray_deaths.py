@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
 from coordinator.pools.fleet import Fleet
+from coordinator.pools.kept_beat import lasting
 from coordinator.pools.probe import dial
 from coordinator.pools.ray_nodes import NodeLostError, kill_on_node
 from coordinator.pools.reports import Beat
@@ -49,7 +50,11 @@ class Deaths:
         """A worker that serves was heard: its processes are written down when they have changed."""
         view = beat.view
         known = KnownProcess(
-            worker_id=view.worker_id, incarnation=view.incarnation, node_id=beat.node_id, processes=beat.processes
+            worker_id=view.worker_id,
+            incarnation=view.incarnation,
+            node_id=beat.node_id,
+            processes=beat.processes,
+            beat=lasting(beat),
         )
         if self._noted.get(known.worker_id) != known:
             self._noted[known.worker_id] = known

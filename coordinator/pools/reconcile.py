@@ -10,6 +10,7 @@ its replacement has a new id and a new incarnation. Which worker serves which po
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -117,6 +118,16 @@ class ForgetWorker:
 Action = StartWorker | DrainWorker | RelabelWorker | ProbeWorker | StopWorker | FenceWorker | ForgetWorker
 
 
+class Ending(enum.Enum):
+    """How far a shutdown is. Gateways go first, so workers serve what those have taken: it may need more legs yet."""
+
+    NOT = enum.auto()
+    GATEWAYS = enum.auto()
+    """Gateways finish what they have; nothing is started any more."""
+    WORKERS = enum.auto()
+    """No gateway is left to ask a worker for anything: all are drained."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actual:
     """Every worker that is known, and each pool's failed starts."""
@@ -126,12 +137,20 @@ class Actual:
 
 
 def reconcile(
-    targets: Iterable[PoolTarget], actual: Actual, now_s: float, rules: Rules, *, budget_ranks: int = 0
+    targets: Iterable[PoolTarget],
+    actual: Actual,
+    now_s: float,
+    rules: Rules,
+    *,
+    budget_ranks: int = 0,
+    ending: Ending = Ending.NOT,
 ) -> list[Action]:
     """The actions that bring `actual` closer to `targets`. At most one action per worker and pass.
 
     `budget_ranks`: see `assign`.
     """
+    if ending is Ending.WORKERS:
+        targets = ()
     wanted = list(targets)
     alive: list[WorkerRecord] = []
     urgent: dict[WorkerId, Action] = {}
@@ -154,7 +173,7 @@ def reconcile(
         ):
             urgent[worker_id] = action
     actions = list(urgent.values())
-    for target in wanted:
+    for target in wanted if ending is Ending.NOT else ():
         backoff = actual.backoff.get(target.name, Backoff())
         actions.extend(_starts(target, assignment.startable[target.name], backoff, now_s, rules))
     return actions

@@ -6,6 +6,7 @@ more: which processes served, and whose deaths are still to be told.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -14,9 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config import PoolSettings
-from coordinator.pools.reports import ProcessRef
+from coordinator.pools import kept_beat
+from coordinator.pools.reports import Beat, ProcessRef
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
+
+SCHEMA_VERSION = 2
+"""Of the tables below; raise it with every change of one. 0: a new file, or one of before versions were written."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS pool (name TEXT PRIMARY KEY, role TEXT NOT NULL, replicas INTEGER NOT NULL CHECK (replicas >= 0),
@@ -28,7 +33,7 @@ CREATE TABLE IF NOT EXISTS cordoned (worker_id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS draining (worker_id TEXT PRIMARY KEY, until_unix_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS run (only INTEGER PRIMARY KEY CHECK (only = 0), run_id TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS process
-  (worker_id TEXT PRIMARY KEY, incarnation TEXT NOT NULL, node_id TEXT NOT NULL, refs TEXT NOT NULL);
+  (worker_id TEXT PRIMARY KEY, incarnation TEXT NOT NULL, node_id TEXT NOT NULL, refs TEXT NOT NULL, beat TEXT);
 CREATE TABLE IF NOT EXISTS fence (incarnation TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS autoscaler (pool TEXT PRIMARY KEY, policy TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS accelerator_budget (only INTEGER PRIMARY KEY CHECK (only = 0), accelerators INTEGER NOT NULL);
@@ -53,6 +58,32 @@ class KnownProcess:
     incarnation: str
     node_id: str
     processes: tuple[ProcessRef, ...]
+    beat: Beat | None = None
+    """What lasts of its heartbeats (`kept_beat`)."""
+
+
+class StoreVersionError(ValueError):
+    """The file was written by a newer version of this program; the text names both and says what to do."""
+
+
+def check_version(path: Path) -> None:
+    """Raises `StoreVersionError` for the file of a newer version. Creates and changes nothing."""
+    if path.is_file():
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            _check_version(db, path)
+
+
+def _check_version(db: sqlite3.Connection, path: Path) -> None:
+    version = _version(db)
+    if version > SCHEMA_VERSION:
+        raise StoreVersionError(
+            f"{path} has schema version {version}, and this program knows versions up to {SCHEMA_VERSION}: run the version that "
+            "wrote it, or set coordinator.state_dir to another directory"
+        )
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 class Store:
@@ -60,18 +91,34 @@ class Store:
 
     Raises:
         sqlite3.Error: the disk or the file is broken; callers let it end the coordinator, whose restart retries.
+        StoreVersionError: see there; nothing was changed.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            _check_version(self._db, path)
+        except StoreVersionError:
+            self._db.close()
+            raise
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        columns = [row[1] for row in self._db.execute("PRAGMA table_info(pool)")]
-        if columns and "engine" not in columns:
-            # Of an older version, so of a former run, whose pools nobody asks for any more.
-            self._db.execute("DROP TABLE pool")
-        self._db.executescript(_SCHEMA)
+        self._bring_up_to_date()
+
+    def _bring_up_to_date(self) -> None:
+        """A file of an older version is of a former run, of which only the counters are asked for: what they gave is never
+        given twice."""
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            if _version(self._db) != SCHEMA_VERSION:
+                tables = [name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+                for name in tables:
+                    if name != "counter" and not name.startswith("sqlite_"):
+                        self._db.execute(f'DROP TABLE "{name}"')
+                for statement in filter(str.strip, _SCHEMA.split(";")):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def begin_run(self, run_id: str, pools: Mapping[str, PoolSettings]) -> bool:
         """A new run takes `pools` and forgets the former run's labels, drains, cordons and autoscalers; the same run, after a
@@ -173,20 +220,22 @@ class Store:
     def put_process(self, known: KnownProcess) -> None:
         """A worker serves: should it die while no coordinator runs, the next one can make sure and tell the others."""
         refs = json.dumps([[ref.pid, ref.started_s, list(ref.segments)] for ref in known.processes])
-        row = (known.worker_id, known.incarnation, known.node_id, refs)
-        self._db.execute("INSERT OR REPLACE INTO process VALUES (?, ?, ?, ?)", row)
+        beat = kept_beat.to_json(known.beat) if known.beat is not None else None
+        row = (known.worker_id, known.incarnation, known.node_id, refs, beat)
+        self._db.execute("INSERT OR REPLACE INTO process VALUES (?, ?, ?, ?, ?)", row)
 
     def processes(self) -> list[KnownProcess]:
         """Workers that served and were not forgotten."""
-        rows = self._db.execute("SELECT worker_id, incarnation, node_id, refs FROM process ORDER BY rowid")
+        rows = self._db.execute("SELECT worker_id, incarnation, node_id, refs, beat FROM process ORDER BY rowid")
         return [
             KnownProcess(
                 worker_id=WorkerId(worker_id),
                 incarnation=incarnation,
                 node_id=node_id,
                 processes=tuple(ProcessRef(pid, started_s, tuple(segments)) for pid, started_s, segments in json.loads(refs)),
+                beat=kept_beat.from_json(beat) if beat is not None else None,
             )
-            for worker_id, incarnation, node_id, refs in rows
+            for worker_id, incarnation, node_id, refs, beat in rows
         ]
 
     def put_fence(self, incarnation: str) -> None:

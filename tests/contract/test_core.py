@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.gateway.api import Tokens
 from coordinator.gateway.generation import MAX_UNREAD_EVENTS
+from coordinator.routing.config import RoutingSettings
 from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code
 from protos.splitpoint.v1 import worker_pb2
@@ -168,7 +169,7 @@ async def test_readiness_needs_connected_workers() -> None:
     async with scripted(*workers) as under_test:
         core = under_test.core
         assert core.ready()
-        under_test.members([p.view])
+        under_test.members([])
         assert not core.ready()
         d.connected.clear()
         under_test.members([p.view, d.view])
@@ -176,6 +177,30 @@ async def test_readiness_needs_connected_workers() -> None:
         await d.leg("prepare")
         assert core.ready(), "the leg went over a stream that is up"
         await reader.leave()
+
+
+async def test_a_gateway_that_serves_while_one_phase_is_away_is_ready() -> None:
+    """Else a balancer takes every gateway out while any of them would answer."""
+    for which in (0, 1):
+        workers = pool()
+        left = workers[which]
+        async with scripted(*workers) as under_test:
+            under_test.members([left.view])
+            assert under_test.core.ready()
+            reader = under_test.run(max_tokens=1)
+            left.finished(await left.leg("colocated"), 7)
+            await reader.end()
+            assert reader.error is None
+
+
+async def test_a_phase_that_is_offered_no_whole_requests_makes_nobody_ready() -> None:
+    workers = pool()
+    routing = RoutingSettings(colocated_roles=((Role.COLOCATED,),))
+    async with scripted(*workers, routing=routing) as under_test:
+        assert under_test.core.ready()
+        for left in workers:
+            under_test.members([left.view])
+            assert not under_test.core.ready()
 
 
 # The client leaves ----------------------------------------------------------------------------------------------------

@@ -312,8 +312,7 @@ def test_a_killed_worker_costs_no_request_its_end(
     assert victim.incarnation not in {w.incarnation for w in healed.values()}
     assert healed[survivor.worker_id].incarnation == survivor.incarnation
     assert system.status().gateways[0].pid == gateway_pid
-    with system.client() as client:
-        until("the gateway reaches the new pair", lambda: client.get("/health").status_code == 200, 20)
+    until("the gateway reaches the new pair", lambda: not system.status().unsettled, 20)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     assert [segment for segment in segments if Path(segment).exists()] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,19 @@ import pytest
 from coordinator.config import Settings, load
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, rules_of
-from coordinator.pools.store import Store
-from coordinator.routing.views import WorkerState
+from coordinator.pools.kept_beat import lasting
+from coordinator.pools.reconcile import (
+    Action,
+    Actual,
+    DrainWorker,
+    FenceWorker,
+    ProbeWorker,
+    StartWorker,
+    StopWorker,
+    reconcile,
+)
+from coordinator.pools.store import KnownProcess, Store
+from coordinator.routing.views import RankView, Role, WorkerState
 from protos.ids import WorkerId
 from tests.unit.test_fleet import D1, beat
 
@@ -28,6 +40,11 @@ class Rig:
         self.store, self.fleet = Store(self._path), Fleet()
         self.store.begin_run("run", self.settings.pools)
         self.pools = DesiredPools(self.settings, self.store, self.fleet, rules_of(self.settings).whole_roles)
+
+    def actions(self, now_s: float) -> list[Action]:
+        """One pass."""
+        actual = Actual(workers=self.fleet.records())
+        return list(reconcile(self.pools.targets, actual, now_s, rules_of(self.settings)))
 
     def again(self) -> None:
         self.store.close()
@@ -65,3 +82,52 @@ def test_a_pools_own_time_to_start_is_its_workers(rig: Rig) -> None:
     pools = {"decode": rig.settings.pools["decode"].model_copy(update={"engine": {"start_timeout_s": 900.0}})}
     rig.pools.apply({**rig.settings.pools, **pools})
     assert {t.name: t.start_timeout_s for t in rig.pools.targets} == {"prefill": 300.0, "decode": 900.0}
+
+
+class TestAdopt:
+    """A coordinator that restarts: what it must not do to workers that serve and are late with a heartbeat."""
+
+    def served(self, rig: Rig) -> WorkerId:
+        heard = beat(ranks=(RankView(rank=0, address="h:1", host_id="h", ucx_worker_address=b"\x00u"),), running=3)
+        rig.fleet.heard(heard, 0.0)
+        known = KnownProcess(worker_id=D1, incarnation="aa", node_id="n", processes=heard.processes, beat=lasting(heard))
+        rig.store.put_process(known)
+        assert rig.store.processes() == [known]
+        return D1
+
+    async def test_one_that_served_is_published_as_it_was_so_that_gateways_keep_their_streams(self, rig: Rig) -> None:
+        before = rig.fleet.views(0.0) if self.served(rig) in rig.fleet.members else ()
+        rig.again()
+        rig.pools.adopt({D1}, 50.0)
+        assert rig.fleet.views(50.0) == tuple(replace(view, running=0) for view in before)
+        assert [type(a) for a in rig.actions(50.5) if not isinstance(a, StartWorker)] == []
+        rig.fleet.heard(beat(uptime_s=40.0), 51.0)
+        assert rig.fleet.members[D1].record.created_s == 11.0
+
+    async def test_one_that_drains_is_given_the_rest_of_its_time_and_not_ended_as_if_it_loaded(self, rig: Rig) -> None:
+        self.served(rig)
+        rig.pools.drain(D1, 600.0, 1.0, "asked for")
+        rig.again()
+        rig.pools.adopt({D1}, 50.0)
+        rig.fleet.drain(D1, 600.0)
+        assert [type(a) for a in rig.actions(50.5) if not isinstance(a, StartWorker)] == [DrainWorker]
+
+    async def test_one_that_is_surplus_is_drained_and_not_ended(self, rig: Rig) -> None:
+        self.served(rig)
+        rig.pools.scale("decode", 0)
+        rig.again()
+        rig.fleet.heard(beat(worker_id=WorkerId("prefill-1"), pool="prefill", role=Role.PREFILL), 50.0)
+        rig.pools.adopt({D1}, 50.0)
+        assert [type(a) for a in rig.actions(50.5) if getattr(a, "worker_id", "") == D1] == [DrainWorker]
+
+    async def test_one_that_stays_silent_and_deaf_is_probed_then_fenced(self, rig: Rig) -> None:
+        self.served(rig)
+        rig.again()
+        rig.pools.adopt({D1}, 50.0)
+        assert [type(a) for a in rig.actions(53.5) if getattr(a, "worker_id", "") == D1] == [ProbeWorker]
+        rig.fleet.probed(D1, False, 53.6)
+        assert [type(a) for a in rig.actions(53.7) if getattr(a, "worker_id", "") == D1] == [FenceWorker]
+
+    async def test_one_that_loads_for_a_pool_that_is_gone_is_ended(self, rig: Rig) -> None:
+        rig.pools.adopt({WorkerId("old-1")}, 50.0)
+        assert [type(a) for a in rig.actions(50.5) if getattr(a, "worker_id", "") == "old-1"] == [StopWorker]

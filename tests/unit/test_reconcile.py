@@ -8,6 +8,7 @@ from coordinator.pools.reconcile import (
     Actual,
     Backoff,
     DrainWorker,
+    Ending,
     FenceWorker,
     ForgetWorker,
     ProbeWorker,
@@ -113,6 +114,23 @@ def test_scaling_up_and_down_again_before_the_start_is_done_leaves_the_ready_wor
 def test_workers_of_a_pool_that_is_gone_are_ended() -> None:
     actions = run([], [worker("decode-1"), worker("decode-2", WorkerState.STARTING)])
     assert [type(a) for a in actions] == [DrainWorker, StopWorker]
+
+
+class TestEnding:
+    """A shutdown: gateways first, and what they have taken is still served."""
+
+    def test_while_gateways_finish_workers_stay_and_nothing_is_started(self) -> None:
+        actual = Actual(workers=[worker()])
+        targets = [target(replicas=2), target("prefill", 1, Role.PREFILL)]
+        assert reconcile(targets, actual, NOW, RULES, ending=Ending.GATEWAYS) == []
+
+    def test_then_all_workers_are_drained(self) -> None:
+        actual = Actual(workers=[worker(), worker("prefill-1")])
+        actions = reconcile([target(replicas=2)], actual, NOW, RULES, ending=Ending.WORKERS)
+        assert [(type(a), a.worker_id) for a in actions] == [  # type: ignore[union-attr]
+            (DrainWorker, "decode-1"),
+            (DrainWorker, "prefill-1"),
+        ]
 
 
 class TestLiveness:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from coordinator.config import PoolSettings
 from coordinator.pools.reports import ProcessRef
-from coordinator.pools.store import KnownProcess, Store, StoredPools
+from coordinator.pools.store import SCHEMA_VERSION, KnownProcess, Store, StoredPools, StoreVersionError, check_version
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
 
@@ -117,6 +118,37 @@ def test_a_file_of_an_older_version_is_taken_over(path: Path) -> None:
     assert store.begin_run("run-1", BOTH)
     assert store.desired().pools == BOTH
     store.close()
+
+
+def test_a_file_from_before_versions_keeps_only_what_is_never_given_twice(store: Store, path: Path) -> None:
+    store.begin_run("run-1", BOTH)
+    store.next_worker_id("decode")
+    version = store.desired().version
+    store.close()
+    with contextlib.closing(sqlite3.connect(path)) as old:
+        old.executescript(
+            "PRAGMA user_version = 0; DROP TABLE process; CREATE TABLE process (worker_id TEXT PRIMARY KEY, refs TEXT NOT NULL);"
+        )
+    again = Store(path)
+    assert again.begin_run("run-1", DECODE), "the run of an older version is over"
+    assert (again.desired().pools, again.desired().version) == (DECODE, version + 1)
+    assert again.next_worker_id("decode") == "decode-2"
+    assert again.processes() == []
+    again.close()
+
+
+def test_a_file_of_a_newer_version_is_refused_by_name_and_left_as_it_is(store: Store, path: Path) -> None:
+    store.begin_run("run-1", BOTH)
+    store.close()
+    newer = SCHEMA_VERSION + 1
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {newer}")
+    for opens in (Store, check_version):
+        with pytest.raises(StoreVersionError, match=f"schema version {newer}.*up to {SCHEMA_VERSION}.*coordinator.state_dir"):
+            opens(path)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (newer,)
+        assert db.execute("SELECT run_id FROM run").fetchone() == ("run-1",)
 
 
 def test_deaths_that_are_still_to_be_told_survive_a_restart_and_no_new_run(store: Store, path: Path) -> None:
