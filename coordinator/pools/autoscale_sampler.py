@@ -11,7 +11,7 @@ from coordinator.pools.autoscale_signals import Sample
 from coordinator.pools.fleet import Fleet
 from coordinator.pools.records import PoolTarget
 from coordinator.pools.reports import GatewayReport
-from coordinator.routing.views import Role, WorkerState
+from coordinator.routing.views import Role, WorkerState, WorkerView
 
 _NOTHING = PoolLoad()
 
@@ -49,22 +49,24 @@ class Sampler:
         gaps = self._gateway_gaps(heard, now_s)
         fresh = self._fresh(heard)
         names = {target.name for target in targets}
+        views: dict[str, list[WorkerView]] = {name: [] for name in names}
+        for view in fleet.views(now_s):
+            views.setdefault(view.pool, []).append(view)
         self.samples = {name: kept for name, kept in self.samples.items() if name in names}
         for target in targets:
             kept = [s for s in self.samples.get(target.name, []) if s.at_s > now_s - keep_s]
-            self.samples[target.name] = [*kept, self._sample(target, fleet, heard, fresh, gaps, now_s)]
+            self.samples[target.name] = [*kept, self._sample(target, views[target.name], heard, fresh, gaps, now_s)]
         self._began = True
 
     def _sample(
         self,
         target: PoolTarget,
-        fleet: Fleet,
+        views: list[WorkerView],
         heard: Heard,
         fresh: list[_Known],
         gaps: tuple[str, ...],
         now_s: float,
     ) -> Sample:
-        views = [view for view in fleet.views(now_s) if view.pool == target.name]
         ready = [view for view in views if view.state is WorkerState.READY]
         silent = [f"{v.worker_id} is silent for {v.heartbeat_age_s:.0f} s" for v in ready if v.heartbeat_age_s > self._silent_s]
         loads = [known.loads.get(target.name, _NOTHING) for known in fresh]

@@ -18,6 +18,7 @@ from coordinator.pools.autoscale_signals import observe
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet
 from coordinator.pools.store import Store
+from coordinator.routing.views import WorkerState
 from protos.errors import Code, SplitpointError, invalid
 from protos.splitpoint.v1 import admin_pb2
 
@@ -120,9 +121,8 @@ class Autoscaler:
 
     def status(self, now_s: float) -> admin_pb2.Autoscaling:
         """Every autoscaler with its last decision; also one whose pool is not there, which does nothing until it is."""
-        reply = admin_pb2.Autoscaling(
-            next=gains_of(self._outcome.gains) if self._outcome is not None else (), accelerators_taken=self._pools.present.ranks
-        )
+        gains = gains_of(self._outcome.gains) if self._outcome is not None else ()
+        reply = admin_pb2.Autoscaling(next=gains, accelerators_taken=self._pools.present.ranks + self._draining())
         if self._budget is not None:
             reply.accelerator_budget = self._budget
         for pool, policy in self._policies.items():
@@ -149,7 +149,11 @@ class Autoscaler:
             if (policy := policies.get(target.name)) is not None
         ]
         others = sum(t.replicas * t.ranks for t in targets if t.name not in policies)
-        return decide(watched, self._delays, now_s, other_accelerators=others, budget=budget)
+        return decide(watched, self._delays, now_s, other_accelerators=others + self._draining(), budget=budget)
+
+    def _draining(self) -> int:
+        """Accelerators of workers that are no part of a target any more and still there."""
+        return sum(record.ranks for record in self._fleet.records() if record.state is WorkerState.DRAINING)
 
     def _note(self, decision: Decision, now_s: float) -> None:
         last = self._decisions.get(decision.pool)

@@ -89,7 +89,7 @@ class CoordinatorActor:
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
         self._gateways = Gateways(spec, self._rules.heartbeat_interval_s)
-        self._autoscaler = Autoscaler(self._store, self._pools, self._fleet, self._rules.heartbeat_limit_s)
+        self._autoscaler = Autoscaler(self._store, self._pools, self._fleet, 2 * self._rules.heartbeat_limit_s)
         self._autoscaler_set = asyncio.Event()
         self._reach = Reach(self._dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)
         self._fleet.faults = self._reach.faults

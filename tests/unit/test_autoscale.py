@@ -216,3 +216,36 @@ def test_the_next_accelerator_goes_where_goodput_gains_most_with_its_evidence() 
     assert (first.share_now, first.share_more, first.partner_share) == (0.25, 1.0, 0.8)
     assert first.goodput_per_s == pytest.approx(4.0 * 0.75 * 0.8)
     assert (second.pool, second.goodput_per_s) == ("decode", pytest.approx(4.0 * 0.2 * 0.25))
+
+
+def test_whatever_happens_limits_hold_and_missing_data_takes_nobody_away() -> None:
+    rng = random.Random(11)
+    moved = {"up": 0, "down": 0}
+    for _ in range(60):
+        policy = AutoscalePolicy(
+            min_replicas=rng.randrange(3),
+            max_replicas=rng.randrange(3, 9),
+            target_decode_batch=4,
+            tpot_goal_s=rng.choice((None, 0.02)),
+            upscale_delay_s=rng.choice((0, 15)),
+            downscale_delay_s=rng.choice((0, 25)),
+        )
+        target, delays, samples = PoolTarget(name="d", role=Role.DECODE, replicas=rng.randrange(12)), {}, list[Sample]()
+        for now_s in range(0, 600, 10):
+            if rng.random() < 0.85:
+                load = {"running": rng.randrange(30), "legs": rng.randrange(3), "lacking": rng.randrange(2)}
+                tpot = {bucket_of(rng.choice((0.01, 0.03))): 40}
+                gaps = ("somebody is away",) if rng.random() < 0.1 else ()
+                samples.append(Sample(at_s=now_s, ready=target.replicas, tpot=tpot, gaps=gaps, **load))
+            seen = observe(samples, now_s, period_s=30, interval_s=10, aggregation="mean")
+            watched = Watched(target=target, policy=policy, observed=seen)
+            outcome = decide([watched], delays, now_s, other_accelerators=0, budget=None)
+            decision, delays = outcome.decisions["d"], dict(outcome.delays)
+            assert policy.min_replicas <= decision.replicas <= policy.max_replicas
+            assert decision.reason
+            if decision.replicas < target.replicas <= policy.max_replicas:
+                assert not seen.gaps
+            if decision.action in moved:
+                moved[decision.action] += 1
+            target = replace(target, replicas=decision.replicas)
+    assert min(moved.values()) > 50, moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from coordinator.pools.reports import Beat, GatewayReport
 from coordinator.pools.store import Store
 from coordinator.routing.views import Role
 from protos.errors import Code, SplitpointError
+from protos.ids import WorkerId
 from protos.splitpoint.v1 import admin_pb2
 from tests.support.views import worker_view
 
@@ -253,6 +255,37 @@ def test_a_dry_run_says_what_would_be_decided_and_keeps_nothing(made: Coordinato
     tight = made.set("decode", now_s=40.0, dry_run=True, budget=3, target_decode_batch=6, **QUICK)
     assert (tight.decision.action, tight.decision.replicas) == ("limited", 2)
     assert (made.store.autoscalers(), made.replicas("decode"), made.scaler.status(40.0).autoscalers) == ({}, 2, [])
+
+
+def test_a_worker_that_drains_still_has_its_accelerator(made: Coordinator) -> None:
+    made.set("decode", budget=4, target_decode_batch=1, **QUICK)
+    made.beat("prefill-1", Role.PREFILL, 0)
+    made.beat("decode-1", Role.DECODE, 0, running=9)
+    made.beat("decode-2", Role.DECODE, 0)
+    made.beat("decode-9", Role.DECODE, 0)
+    made.fleet.drain(WorkerId("decode-9"), 100.0)
+    made.run(0)
+    assert (made.replicas("decode"), made.scaler.status(0.0).accelerators_taken) == (2, 4)
+    assert made.decision("decode").action == "limited"
+    made.fleet.died(WorkerId("decode-9"), "drained", 1.0, wanted=True)
+    made.run(10)
+    assert (made.replicas("decode"), made.scaler.status(0.0).accelerators_taken) == (3, 4)
+
+
+def test_a_pass_over_1000_workers_is_quick(made: Coordinator) -> None:
+    """It shares a loop with the reconcile pass."""
+    made.set("decode", **QUICK)
+    made.set("prefill", **QUICK)
+    for n in range(1000):
+        made.beat(f"decode-{n}" if n % 2 else f"prefill-{n}", Role.DECODE if n % 2 else Role.PREFILL, 0)
+    latencies = dict.fromkeys(range(-100, 100), 1000)
+    made.report["loads"] = {pool: PoolLoad(ttft=latencies, tpot=latencies) for pool in ("prefill", "decode")}
+    took_s = []
+    for second in range(10, 40, 10):
+        began_s = time.perf_counter()
+        made.run(second)
+        took_s.append(time.perf_counter() - began_s)
+    assert min(took_s) < 0.1, took_s
 
 
 def test_an_autoscaler_whose_pool_is_gone_rests_until_it_is_back(made: Coordinator) -> None:
