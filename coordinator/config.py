@@ -18,6 +18,7 @@ import difflib
 import os
 import re
 import tomllib
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from coordinator import path_model
 from coordinator.gateway.config import GatewaySettings
+from coordinator.pools.autoscale_policy import AutoscalePolicy
 from coordinator.pools.config import PlacementSettings
 from coordinator.routing.views import Role
 from decode.config import DecodeSettings
@@ -54,6 +56,10 @@ class PoolSettings(BaseModel):
     role: Role
     replicas: NonNegativeInt = 1
     engine: dict[str, Any] = Field(default_factory=dict)
+    autoscaling_config: AutoscalePolicy | None = Field(
+        None,
+        description="From the start on: `replicas` is then only what it begins with. Changed later by `splitpoint autoscale`.",
+    )
 
 
 class CoordinatorSettings(BaseModel):
@@ -70,6 +76,9 @@ class CoordinatorSettings(BaseModel):
     probe_timeout_s: float = Field(2.0, gt=0)
     partition_grace_s: float = Field(
         20.0, ge=0, description="A worker whose whole host is silent is given up after so long; then it is replaced elsewhere."
+    )
+    accelerator_budget: PositiveInt | None = Field(
+        None, description="Accelerators that autoscalers may take all pools together to. None: no limit."
     )
     drain_timeout_s: float = Field(120.0, gt=0, description="Longer than the longest generation; then the rest is ended.")
     restart_backoff_s: float = Field(1.0, gt=0, description="After a start that failed; doubles with each further one.")
@@ -157,6 +166,8 @@ class Settings(BaseModel):
         for name, pool in self.pools.items():
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
                 problems.append(f"pools.{name}: a pool's name is lower-case letters, digits and '-'")
+            if pool.autoscaling_config is not None and (problem := pool.autoscaling_config.misplaced(pool.role)):
+                problems.append(f"pools.{name}.autoscaling_config: {problem}")
             try:
                 self.engine_of(name)
             except ValidationError as error:
@@ -412,6 +423,8 @@ def _known_keys(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
     for part in loc:
         if isinstance(current, type) and issubclass(current, BaseModel):
             current = current.model_fields[part].annotation
+            if isinstance(current, types.UnionType):
+                current = next((a for a in get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)
         else:
             # A table of tables (`pools`): the part is its free key.
             current = next((a for a in get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)

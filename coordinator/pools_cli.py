@@ -85,6 +85,9 @@ def apply(
     if others:
         note = f"only [pools] is applied; {', '.join(f'[{name}]' for name in others)} would need a restart of `serve`"
         Console(stderr=True).print(note, markup=False, soft_wrap=True)
+    if scaled := [name for name, pool in pools.items() if pool.autoscaling_config is not None]:
+        note = f"autoscaling_config of {', '.join(scaled)} is for `serve`: it is not applied, use `splitpoint autoscale`"
+        Console(stderr=True).print(note, markup=False, soft_wrap=True)
     request = admin_pb2.ApplyPoolsRequest(pools=pool_specs(pools), dry_run=dry_run, expected_version=expected_version)
     reply = admin_call.call(admin, "ApplyPools", request)
     if wait and not dry_run:

@@ -79,7 +79,8 @@ class CoordinatorActor:
         self._worker_class = ray.remote(WorkerActor)
         self._rules = rules_of(spec.settings)
         self._store = Store(spec.settings.coordinator.state_dir / "state.sqlite3")
-        self._first_life = self._store.begin_run(spec.run_id, spec.settings.pools)
+        budget = spec.settings.coordinator.accelerator_budget
+        self._first_life = self._store.begin_run(spec.run_id, spec.settings.pools, budget)
         self._fleet = Fleet()
         self._pools = DesiredPools(spec.settings, self._store, self._fleet, self._rules.whole_roles)
         self._handles: dict[WorkerId, ActorHandle] = {}

@@ -120,9 +120,10 @@ class Store:
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def begin_run(self, run_id: str, pools: Mapping[str, PoolSettings]) -> bool:
-        """A new run takes `pools` and forgets the former run's labels, drains, cordons and autoscalers; the same run, after a
-        restart of the coordinator, keeps what operators have asked for since. True for a new run."""
+    def begin_run(self, run_id: str, pools: Mapping[str, PoolSettings], accelerator_budget: int | None = None) -> bool:
+        """A new run takes `pools`, their autoscalers and `accelerator_budget`, and forgets the former run's, with its labels,
+        drains and cordons; the same run, after a restart of the coordinator, keeps what operators have asked for since. True for
+        a new run."""
         row = self._db.execute("SELECT run_id FROM run").fetchone()
         if row is not None and row[0] == run_id:
             return False
@@ -132,6 +133,10 @@ class Store:
             for table in ("draining", "process", "fence", "label", "cordoned", "autoscaler", "accelerator_budget"):
                 self._db.execute(f"DELETE FROM {table}")
             self._replace_pools(pools, 0)
+            for name, pool in pools.items():
+                if pool.autoscaling_config is not None:
+                    self.put_autoscaler(name, pool.autoscaling_config.model_dump_json())
+            self.put_accelerator_budget(accelerator_budget)
         return True
 
     def desired(self) -> StoredPools:

@@ -75,7 +75,7 @@ def test_a_bad_set_is_refused_by_name(specs: list[dict[str, Any]], said: str) ->
 
 
 def test_the_pools_of_the_guide_can_be_applied(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```toml\n(\[pools\..*?)```", GUIDE.read_text(), re.DOTALL)
+    block = re.findall(r"```toml\n(\[pools\..*?)```", GUIDE.read_text(), re.DOTALL)[-1]
     file = tmp_path / "pools.toml"
     file.write_text(block)
     pools, others = load_pools(file)

@@ -51,6 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         "GetStatus": STATUS,
         "SetAutoscaler": admin_pb2.SetAutoscalerResponse(autoscaler=SCALED),
         "RemoveAutoscaler": admin_pb2.RemoveAutoscalerResponse(),
+        "ApplyPools": admin_pb2.ApplyPoolsResponse(),
         "ScalePool": admin_pb2.ScalePoolResponse(pool=STATUS.pools[0]),
     }
 
@@ -126,6 +127,15 @@ def test_scale_forces_only_when_it_is_told_to(calls: list[Any]) -> None:
     run("scale", "prefill", "--replicas", "2")
     run("scale", "prefill", "--replicas", "2", "--force")
     assert [request.force for _, request in calls] == [False, True]
+
+
+def test_an_autoscaler_in_a_file_that_is_applied_is_named_and_left_out(calls: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "pools.toml"
+    file.write_text('[pools.both]\nrole = "colocated"\nautoscaling_config = { max_replicas = 2 }\n')
+    done = run("pools", "apply", str(file))
+    assert done.exit_code == 0
+    assert "autoscaling_config of both is for `serve`: it is not applied" in done.output
+    assert [method for method, _ in calls] == ["ApplyPools"]
 
 
 def test_autoscalers_with_their_last_decision_and_who_is_next(calls: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import Settings, load
+from coordinator.config import ConfigError, Settings, load
 from coordinator.gateway.latencies import bucket_of
 from coordinator.gateway.pool_loads import PoolLoad
+from coordinator.pools.autoscale_policy import AutoscalePolicy
 from coordinator.pools.autoscale_sampler import Heard
 from coordinator.pools.autoscaler import IDLE_INTERVAL_S, Autoscaler
 from coordinator.pools.desired_pools import DesiredPools
@@ -102,6 +104,40 @@ def test_a_policy_and_the_budget_survive_the_coordinator_and_no_new_run(made: Co
     assert not made.scaler.status(0.0).HasField("accelerator_budget")
     made.store.begin_run("another", made.settings.pools)
     assert (made.store.autoscalers(), made.store.accelerator_budget()) == ({}, None)
+
+
+def test_the_configuration_of_the_guide_is_there_from_the_start_and_given_up_by_operators(tmp_path: Path) -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide-operators.md").read_text()
+    (block,) = re.findall(r"```toml\n(\[pools\.prefill\]\nrole = \"prefill\"\nautoscaling_config.*?)```", guide, re.DOTALL)
+    file = tmp_path / "splitpoint.toml"
+    file.write_text(block)
+    settings = load(file, environment={})
+    store = Store(tmp_path / "state.sqlite3")
+    assert store.begin_run("one", settings.pools, settings.coordinator.accelerator_budget)
+    kept = {pool: AutoscalePolicy.model_validate_json(text) for pool, text in store.autoscalers().items()}
+    assert kept == {name: pool.autoscaling_config for name, pool in settings.pools.items()}
+    assert (list(kept), store.accelerator_budget()) == (["prefill", "decode"], 8)
+    store.put_autoscaler("decode", None)
+    store.put_accelerator_budget(None)
+    assert not store.begin_run("one", settings.pools, 8)
+    assert (list(store.autoscalers()), store.accelerator_budget()) == (["prefill"], None), "a restart keeps what operators said"
+    assert store.begin_run("two", settings.pools, 8)
+    assert (list(store.autoscalers()), store.accelerator_budget()) == (["prefill", "decode"], 8)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{max_replicas = 0}", "pools.decode.autoscaling_config.max_replicas"),
+        ("{max_replica = 1}", "did you mean 'max_replicas'?"),
+        ("{max_replicas = 2, ttft_goal_s = 1.0}", "pools.decode.autoscaling_config: ttft_goal_s"),
+    ],
+)
+def test_a_bad_autoscaler_in_the_configuration_is_refused_by_its_path(value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(sets=[f"pools.decode.autoscaling_config={value}"], environment={})
+    assert said in str(caught.value)
 
 
 def test_targets_follow_what_workers_and_gateways_say(made: Coordinator) -> None:
