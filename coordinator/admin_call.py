@@ -28,6 +28,17 @@ def print_json(value: Any) -> None:
 
 def call(address: str, method: str, request: Any, timeout_s: float = 30.0) -> Any:
     """One unary call; ends the program with the error's own words."""
+    from protos.errors import SplitpointError
+
+    answer = ask(address, method, request, timeout_s)
+    if isinstance(answer, SplitpointError):
+        hint = f" (is `splitpoint serve` running, with its admin port at {address}?)" if answer.code == "worker_lost" else ""
+        raise fail(f"{answer}{hint}") from None
+    return answer
+
+
+def ask(address: str, method: str, request: Any, timeout_s: float = 30.0) -> Any:
+    """One unary call: its answer, or the `SplitpointError` that it failed with."""
     import grpc
 
     from protos.grpc_errors import from_rpc_error
@@ -38,9 +49,7 @@ def call(address: str, method: str, request: Any, timeout_s: float = 30.0) -> An
         try:
             return getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            known = from_rpc_error(error)
-            hint = f" (is `splitpoint serve` running, with its admin port at {address}?)" if known.code == "worker_lost" else ""
-            raise fail(f"{known}{hint}") from None
+            return from_rpc_error(error)
 
 
 def as_dict(message: Any) -> Any:

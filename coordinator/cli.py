@@ -20,6 +20,7 @@ from coordinator.compare.workload_cli import app as workload_app
 from coordinator.decisions_cli import decisions
 from coordinator.get_cli import app as get_app
 from coordinator.planning.cli import app as plan_app
+from coordinator.rollout_cli import app as rollout_app
 
 if TYPE_CHECKING:
     from protos.splitpoint.v1 import admin_pb2
@@ -32,6 +33,7 @@ app.add_typer(workload_app, name="workload")
 app.add_typer(bench_app, name="bench")
 app.add_typer(get_app, name="get")
 app.add_typer(pools_cli.app, name="pools")
+app.add_typer(rollout_app, name="rollout")
 for command in (pools_cli.scale, pools_cli.drain, pools_cli.cordon, pools_cli.uncordon):
     app.command(command.__name__)(command)
 app.command("decisions")(decisions)

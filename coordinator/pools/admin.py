@@ -38,6 +38,8 @@ class AdminBackend(Protocol):
 
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus: ...
 
+    async def restart(self, request: admin_pb2.RestartRequest) -> admin_pb2.RestartResponse: ...
+
     async def cordon(self, worker_id: str, cordoned: bool) -> admin_pb2.WorkerStatus: ...
 
     async def manifest(self) -> str: ...
@@ -89,6 +91,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if not 0 <= request.timeout_s < float("inf"):
                 raise invalid("timeout_s", f"timeout_s must be finite and not negative, got {request.timeout_s}")
             return admin_pb2.DrainWorkerResponse(worker=await self._backend.drain(request.worker_id, request.timeout_s))
+        except SplitpointError as error:
+            await abort(context, error)
+
+    async def Restart(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        try:
+            if not request.pools and not request.gateways:
+                raise invalid("pools", "name a pool, or gateways")
+            return await self._backend.restart(request)
         except SplitpointError as error:
             await abort(context, error)
 

@@ -14,9 +14,11 @@ import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.pools.records import PoolTarget, WorkerRecord
+from coordinator.pools.records import PoolTarget, Restart, WorkerRecord
 from coordinator.routing.views import Role, WorkerState
 from protos.ids import WorkerId
+
+RESTARTS = "its restart was asked for"
 
 
 class Fate(enum.StrEnum):
@@ -54,10 +56,16 @@ class Assignment:
 
 
 def assign(
-    targets: Sequence[PoolTarget], workers: Iterable[WorkerRecord], *, budget_ranks: int = 0, whole_roles: frozenset[Role]
+    targets: Sequence[PoolTarget],
+    workers: Iterable[WorkerRecord],
+    *,
+    budget_ranks: int = 0,
+    whole_roles: frozenset[Role],
+    gateways_behind: bool = False,
 ) -> Assignment:
     """`workers` are those that live. Roles in `whole_roles` are offered whole requests. The larger of `budget_ranks` and what
-    `targets` need is how many accelerators may be held at once while replaced workers are left."""
+    `targets` need is how many accelerators may be held at once while replaced workers are left. `gateways_behind`: some gateway
+    does not reach every ready worker yet, so no worker is restarted for now."""
     alive = list(workers)
     by_name = {target.name: target for target in targets}
     staying: dict[str, list[WorkerRecord]] = {name: [] for name in by_name}
@@ -76,15 +84,17 @@ def assign(
             staying[worker.pool].append(worker)
         else:
             free.append(worker)
+    wanted: dict[str, int] = {}
     for name, target in by_name.items():
         ordered = sorted(staying[name], key=_worth, reverse=True)
-        staying[name], surplus = ordered[: target.replicas], ordered[target.replicas :]
+        wanted[name] = target.replicas + (target.replicas > 0 and any(w.restart is Restart.SURGE for w in ordered))
+        staying[name], surplus = ordered[: wanted[name]], ordered[wanted[name] :]
         # Who shrinks a pool by the worker that is cordoned wants it gone, and no other pool is served by it.
-        free.extend(worker for worker in surplus if not worker.cordoned)
-        going.extend(worker for worker in surplus if worker.cordoned)
+        going.extend(worker for worker in surplus if worker.cordoned or worker.restart)
+        free.extend(worker for worker in surplus if not (worker.cordoned or worker.restart))
         for worker in staying[name]:
             fates[worker.worker_id] = _labelled(worker, target)
-    missing = {n: max(0, t.replicas - len(staying[n]) - places[n]) for n, t in by_name.items()}
+    missing = {n: max(0, wanted[n] - len(staying[n]) - places[n]) for n in by_name}
     for name, target in by_name.items():
         same = sorted((w for w in free if w.engine == target.engine), key=_worth, reverse=True)
         taken = {w.worker_id: _labelled(w, target) for w in same[: missing[name]]}
@@ -93,6 +103,10 @@ def assign(
         missing[name] -= len(taken)
     for worker in (*going, *free):
         fates[worker.worker_id] = Assigned(worker, Fate.STOP, None, _why_gone(worker, by_name.get(worker.pool)))
+    if not gateways_behind:
+        whole_pools = [name for name in by_name if not missing[name] and not places[name]]
+        for worker in _turns([staying[name] for name in whole_pools], fates.values(), whole_roles):
+            fates[worker.worker_id] = Assigned(worker, Fate.STOP, None, RESTARTS)
     replaced = [w for w in alive if _is_replaced(w, fates[w.worker_id], by_name)]
     startable = dict(missing)
     if replaced:
@@ -106,9 +120,28 @@ def assign(
     return Assignment({w.worker_id: fates[w.worker_id] for w in alive}, missing, startable, bool(replaced))
 
 
-def _worth(worker: WorkerRecord) -> tuple[bool, bool, float]:
-    """The cordoned go first, then those that do not serve yet, then the newest."""
-    return (not worker.cordoned, worker.state is WorkerState.READY, -worker.created_s)
+def _turns(
+    pools: Sequence[Sequence[WorkerRecord]], fates: Collection[Assigned], whole_roles: frozenset[Role]
+) -> list[WorkerRecord]:
+    """The workers whose turn it is to be restarted, at most one of each of `pools`, which lack nobody: the oldest, where all of
+    its pool serve and others answer requests without it."""
+    serving = [a.worker for a in fates if a.target is not None and _serves(a.worker)]
+    chosen = []
+    for pool in pools:
+        due = [worker for worker in pool if worker.restart is not None]
+        if not due or any(worker.state is not WorkerState.READY for worker in pool):
+            continue
+        first = min(due, key=lambda worker: worker.created_s)
+        others = [worker for worker in serving if worker is not first]
+        if answers({worker.role for worker in others}, whole_roles):
+            chosen.append(first)
+            serving = others
+    return chosen
+
+
+def _worth(worker: WorkerRecord) -> tuple[bool, bool, bool, float]:
+    """The cordoned go first, then those that do not serve yet, then those that are to be restarted, then the newest."""
+    return (not worker.cordoned, worker.state is WorkerState.READY, worker.restart is None, -worker.created_s)
 
 
 def _labelled(worker: WorkerRecord, target: PoolTarget) -> Assigned:
@@ -145,7 +178,7 @@ def _keeper(
     or a successor would not fit beside it."""
     stay = [a for a in fates if a.target is not None]
     able = [w for w in going if _serves(w) and w.role in whole_roles]
-    if not able or _answers({a.target.role for a in stay if a.target is not None and _serves(a.worker)}, whole_roles):
+    if not able or answers({a.target.role for a in stay if a.target is not None and _serves(a.worker)}, whole_roles):
         return None
     keeper = max(able, key=lambda w: (w.role is not Role.PREFILL, -w.created_s))
     if any(a.worker.state is WorkerState.STARTING for a in stay):
@@ -159,7 +192,7 @@ def _serves(worker: WorkerRecord) -> bool:
     return worker.state is WorkerState.READY and not worker.cordoned
 
 
-def _answers(roles: Collection[Role], whole_roles: frozenset[Role]) -> bool:
+def answers(roles: Collection[Role], whole_roles: frozenset[Role]) -> bool:
     """Workers of these roles are enough to answer a request: one that is offered whole ones, or a pair of phases."""
     return bool(whole_roles & set(roles)) or {Role.PREFILL, Role.DECODE} <= set(roles)
 

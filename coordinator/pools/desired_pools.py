@@ -6,12 +6,12 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from coordinator.config import PoolSettings, Settings
-from coordinator.pools.assign import Assignment, assign
+from coordinator.pools.assign import Assignment, answers, assign
 from coordinator.pools.desired import Desired, changed, check_version, desired
 from coordinator.pools.fleet import Fleet
 from coordinator.pools.plan import Step, living, plan, unsettled
 from coordinator.pools.reconcile import check_scale
-from coordinator.pools.records import PoolTarget
+from coordinator.pools.records import PoolTarget, Restart
 from coordinator.pools.reports import GatewayReport
 from coordinator.pools.store import Store
 from coordinator.routing.views import Role, WorkerState
@@ -143,6 +143,36 @@ class DesiredPools:
             limit_s = target.start_timeout_s if target is not None else self._run.engine.start_timeout_s
             self._fleet.created(worker_id, pool, role, self._fleet.free_slot(), now_s, start_timeout_s=limit_s)
 
+    def restart(self, pools: Sequence[str], *, surge: bool) -> list[WorkerId]:
+        """Every worker that serves one of `pools` now is replaced by a fresh one, one of each pool at a time; they, in the order
+        in which they go. `surge`: each goes when its successor serves.
+
+        Raises:
+            SplitpointError: `NOT_FOUND` unknown pool; `CONFLICT` nobody would serve while a worker of the pool is away.
+        """
+        for name in pools:
+            if self.present.target(name) is None:
+                raise SplitpointError(
+                    Code.NOT_FOUND, f"no pool {name!r}; pools: {', '.join(t.name for t in self.targets)}", param="pools"
+                )
+            left = {t.role for t in self.targets if t.replicas - (t.name == name) > 0}
+            if not surge and not answers(left, self._whole_roles):
+                message = f"nobody would serve a request while the worker of pool {name} is away: let it surge, or scale first"
+                raise SplitpointError(Code.CONFLICT, message, param="pools")
+        how = Restart.SURGE if surge else Restart.IN_PLACE
+        due = [r for r in living(self._fleet.records()) if r.pool in pools and not r.leaving]
+        names = [r.worker_id for r in sorted(due, key=lambda record: record.created_s)]
+        self._store.put_restarts(names, how)
+        for name in names:
+            self._fleet.restart(name, how)
+        log.info("to be restarted, %s: %s", how, ", ".join(names) or "nobody")
+        return names
+
+    def resume_restarts(self) -> None:
+        """After a restart, once the workers are known."""
+        for name, how in self._store.restarts().items():
+            self._fleet.restart(WorkerId(name), how)
+
     def resume_cordons(self) -> None:
         """After a restart, once the workers are known."""
         for worker_id in self._store.cordoned():
@@ -152,9 +182,16 @@ class DesiredPools:
         """What is not yet as desired, or not yet known to every gateway; nothing when all is."""
         legs = {w: m.beat.former_legs for w, m in self._fleet.members.items() if m.beat is not None}
         lines = unsettled(self._assignment(self.present), legs)
-        away = self._run.coordinator.gateways - len(gateways)
+        away = self._away(gateways)
         lines += [f"pool {pool} had failed starts, the last: {why}" for pool, why in self._fleet.failures.items() if lines]
         return [*lines, *([f"{away} gateways do not answer"] if away > 0 else []), *self._behind(gateways)]
+
+    def gateways_behind(self, gateways: Collection[GatewayReport]) -> bool:
+        """Some gateway does not reach every ready worker yet, or is away."""
+        return bool(self._away(gateways) > 0 or self._behind(gateways))
+
+    def _away(self, gateways: Collection[GatewayReport]) -> int:
+        return self._run.coordinator.gateways - len(gateways)
 
     def _behind(self, gateways: Collection[GatewayReport]) -> Sequence[str]:
         lines = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.config import Settings
 from coordinator.pools.reconcile import Backoff, Rules
-from coordinator.pools.records import WorkerRecord
+from coordinator.pools.records import Restart, WorkerRecord
 from coordinator.pools.reports import Beat
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation, WorkerId
@@ -266,6 +266,12 @@ class Fleet:
         if member is not None and member.record.cordoned is not cordoned:
             member.record = replace(member.record, cordoned=cordoned)
             self._bump()
+
+    def restart(self, worker_id: WorkerId, how: Restart) -> None:
+        """It is to be replaced by a fresh one. Idempotent."""
+        member = self.members.get(worker_id)
+        if member is not None:
+            member.record = replace(member.record, restart=how)
 
     def stopping(self, worker_id: WorkerId) -> None:
         """We end it: its death, which may be heard before our own note of it, is wanted."""

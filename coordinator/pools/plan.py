@@ -61,6 +61,8 @@ def _unsettled_worker(assigned: Assigned, former_legs: int) -> str:
         return f"goes: {assigned.reason}" if assigned.reason else "drains"
     if worker.state is not WorkerState.READY:
         return f"is {worker.state}"
+    if worker.restart is not None:
+        return "is to be restarted"
     return f"still runs {former_legs} legs of its former role" if former_legs else ""
 
 

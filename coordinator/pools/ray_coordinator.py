@@ -89,7 +89,7 @@ class CoordinatorActor:
         self._busy: dict[WorkerId, asyncio.Task[None]] = {}
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
         self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
-        self._gateways = Gateways(spec, self._rules.heartbeat_interval_s)
+        self._gateways = Gateways(spec, self._store, self._rules.heartbeat_interval_s)
         self._autoscaler = Autoscaler(self._store, self._pools, self._fleet, 2 * self._rules.heartbeat_limit_s)
         self._autoscaler_set = asyncio.Event()
         self._reach = Reach(self._dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)
@@ -110,7 +110,8 @@ class CoordinatorActor:
         while True:
             self._wake.clear()
             now_s = time.monotonic()
-            actual = Actual(workers=self._fleet.records(), backoff=self._fleet.backoff)
+            behind = self._pools.gateways_behind(self._gateways.reports.values())
+            actual = Actual(workers=self._fleet.records(), backoff=self._fleet.backoff, gateways_behind=behind)
             budget_ranks = self._pools.present.budget_ranks
             for action in reconcile(
                 self._pools.targets, actual, now_s, self._rules, budget_ranks=budget_ranks, ending=self._ending
@@ -159,6 +160,7 @@ class CoordinatorActor:
         for worker_id, left_s in self._store.draining().items():
             self._fleet.drain(worker_id, time.monotonic() + max(0.0, left_s))
         self._pools.resume_cordons()
+        self._pools.resume_restarts()
         if found:
             log.info("restarted; %d of %d workers answered", len(self._fleet.members), len(found))
 
@@ -349,6 +351,7 @@ class CoordinatorActor:
         reply = admin.status(pools, views, beats, list(self._gateways.reports.values()), served_model_name(self._spec.settings))
         reply.version = self._pools.present.version
         reply.unsettled.extend(self._pools.unsettled(self._gateways.reports.values()))
+        reply.unsettled.extend(f"{name} is to be restarted" for name in self._gateways.due)
         reply.autoscaling.CopyFrom(self._autoscaler.status(time.monotonic()))
         return reply
 
@@ -411,6 +414,14 @@ class CoordinatorActor:
         while key in self._fleet.members:
             await self._fleet.next_change(1.0)
         return self._finals[key]
+
+    async def restart(self, request: admin_pb2.RestartRequest) -> admin_pb2.RestartResponse:
+        """Returns at once. Raises `SplitpointError`: see `DesiredPools.restart`."""
+        await self._ready.wait()
+        workers = self._pools.restart(list(request.pools), surge=request.surge)
+        gateways = self._gateways.restart() if request.gateways else []
+        self._wake.set()
+        return admin_pb2.RestartResponse(workers=workers, gateways=gateways)
 
     async def cordon(self, worker_id: str, cordoned: bool) -> admin_pb2.WorkerStatus:
         """Raises `SplitpointError(NOT_FOUND)`."""

@@ -82,6 +82,9 @@ class CoordinatorBackend:
     async def drain(self, worker_id: str, timeout_s: float) -> admin_pb2.WorkerStatus:
         return await _ask(lambda c: c.drain.remote(worker_id, timeout_s), None)
 
+    async def restart(self, request: admin_pb2.RestartRequest) -> admin_pb2.RestartResponse:
+        return await _ask(lambda c: c.restart.remote(request))
+
     async def cordon(self, worker_id: str, cordoned: bool) -> admin_pb2.WorkerStatus:
         return await _ask(lambda c: c.cordon.remote(worker_id, cordoned))
 

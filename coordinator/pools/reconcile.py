@@ -130,10 +130,12 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actual:
-    """Every worker that is known, and each pool's failed starts."""
+    """Every worker that is known, each pool's failed starts, and whether gateways know the workers."""
 
     workers: Sequence[WorkerRecord]
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
+    gateways_behind: bool = False
+    """See `assign`."""
 
 
 def reconcile(
@@ -164,7 +166,13 @@ def reconcile(
             urgent[worker.worker_id] = action
         if not isinstance(action, ForgetWorker):
             alive.append(worker)
-    assignment = assign(wanted, alive, budget_ranks=budget_ranks, whole_roles=rules.whole_roles)
+    assignment = assign(
+        wanted,
+        alive,
+        budget_ranks=budget_ranks,
+        whole_roles=rules.whole_roles,
+        gateways_behind=actual.gateways_behind or ending is not Ending.NOT,
+    )
     for worker_id, assigned in assignment.workers.items():
         action = _fated(assigned)
         # A new label is one message, so that pools change together; a probe that is due can wait for the next pass.

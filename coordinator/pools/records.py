@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from coordinator.routing.views import Role, WorkerState
 from protos.ids import WorkerId
+
+
+class Restart(enum.StrEnum):
+    """How a worker that is to be restarted makes room for its successor."""
+
+    IN_PLACE = "in_place"
+    """It goes first."""
+    SURGE = "surge"
+    """It goes when the successor serves, which takes the accelerators of one worker more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +45,7 @@ class WorkerRecord:
     host at all. `drain_since_s` is when this worker confirmed that it refuses
     new legs; `idle_since_s` when its heartbeats began to report no request and no lease after that. `draining_until_s` is
     set as soon as a drain is wanted. `cordoned`: it serves what it has and is offered nothing new. `dead_reason` is set when
-    its process is known to be gone.
+    its process is known to be gone. `restart`: it is to be replaced by a fresh one when its turn comes.
     """
 
     worker_id: WorkerId
@@ -56,6 +66,7 @@ class WorkerRecord:
     drain_since_s: float | None = None
     idle_since_s: float | None = None
     dead_reason: str = ""
+    restart: Restart | None = None
 
     @property
     def leaving(self) -> bool:

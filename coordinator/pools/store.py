@@ -10,12 +10,13 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config import PoolSettings
 from coordinator.pools import kept_beat
+from coordinator.pools.records import Restart
 from coordinator.pools.reports import Beat, ProcessRef
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
@@ -37,6 +38,7 @@ CREATE TABLE IF NOT EXISTS process
 CREATE TABLE IF NOT EXISTS fence (incarnation TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS autoscaler (pool TEXT PRIMARY KEY, policy TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS accelerator_budget (only INTEGER PRIMARY KEY CHECK (only = 0), accelerators INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS restart (name TEXT PRIMARY KEY, how TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counter (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
 
@@ -130,7 +132,7 @@ class Store:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (run_id,))
-            for table in ("draining", "process", "fence", "label", "cordoned", "autoscaler", "accelerator_budget"):
+            for table in ("draining", "process", "fence", "label", "cordoned", "restart", "autoscaler", "accelerator_budget"):
                 self._db.execute(f"DELETE FROM {table}")
             self._replace_pools(pools, 0)
             for name, pool in pools.items():
@@ -221,6 +223,21 @@ class Store:
         """The worker is gone. Idempotent."""
         for table in ("draining", "process", "label", "cordoned"):
             self._db.execute(f"DELETE FROM {table} WHERE worker_id = ?", (worker_id,))
+        self.restarted(worker_id)
+
+    def put_restarts(self, names: Iterable[str], how: Restart) -> None:
+        """Workers and gateways that are to be replaced by fresh ones. Idempotent."""
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT OR REPLACE INTO restart VALUES (?, ?)", [(name, how.value) for name in names])
+
+    def restarts(self) -> dict[str, Restart]:
+        """Those that have not been replaced yet."""
+        return {name: Restart(how) for name, how in self._db.execute("SELECT name, how FROM restart ORDER BY rowid")}
+
+    def restarted(self, name: str) -> None:
+        """It has been. Idempotent."""
+        self._db.execute("DELETE FROM restart WHERE name = ?", (name,))
 
     def put_process(self, known: KnownProcess) -> None:
         """A worker serves: should it die while no coordinator runs, the next one can make sure and tell the others."""

@@ -160,6 +160,23 @@ async def test_a_request_that_is_on_its_way_to_decode_when_labels_change_is_wait
     assert (reader.error, len(reader.tokens), reader.ledger.path) == (None, 250, "split")
 
 
+async def test_every_worker_is_restarted_in_its_turn_and_no_request_notices(rig: Rig) -> None:
+    """The coordinator is lost between two turns, and goes on."""
+    before = rig.incarnations()
+    async with rig.load() as answered:
+        asked = rig.cluster.pools.restart(["prefill", "decode"], surge=False)
+        assert sorted(asked) == ["decode-1", "decode-2", "prefill-1"]
+        await rig.cluster.restart_coordinator()
+        await rig.cluster.settled(rig.under_test.core)
+        rig.cluster.pools.restart(["prefill"], surge=True)
+        await rig.cluster.settled(rig.under_test.core)
+    assert answered
+    assert sorted(rig.members()) == ["decode-3", "decode-4", "prefill-3"]
+    after = {rig.incarnations()[worker_id] for worker_id in rig.members()}
+    assert not after & set(before.values())
+    assert await rig.held() == [(0, 0, 0)] * 3
+
+
 async def test_other_engine_arguments_restart_workers_one_serving_until_a_successor_does(rig: Rig) -> None:
     old = set(rig.incarnations().values())
     async with rig.load() as answered:

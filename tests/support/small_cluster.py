@@ -45,6 +45,8 @@ class SmallCluster:
         self.store.begin_run("run", settings.pools)
         self.fleet = Fleet()
         self.pools = DesiredPools(settings, self.store, self.fleet, self._rules.whole_roles)
+        self.cores: list[GatewayCore] = []
+        """Gateways that follow it."""
         self.processes: dict[WorkerId, WorkerProcess] = {}
         self._lives: dict[WorkerId, asyncio.Task[str]] = {}
         self._stops: dict[WorkerId, asyncio.Task[None]] = {}
@@ -79,6 +81,7 @@ class SmallCluster:
         while len(self.fleet.members) < len(self._lives):
             await self.fleet.next_change(20.0)
         self.pools.resume_cordons()
+        self.pools.resume_restarts()
         self._ready.set()
         self._loop = asyncio.create_task(self._run())
 
@@ -90,7 +93,8 @@ class SmallCluster:
 
     async def _run(self) -> None:
         while True:
-            actual = Actual(workers=self.fleet.records(), backoff=self.fleet.backoff)
+            behind = self.pools.gateways_behind([report_of(core) for core in self.cores])
+            actual = Actual(workers=self.fleet.records(), backoff=self.fleet.backoff, gateways_behind=behind)
             now_s, budget = time.monotonic(), self.pools.present.budget_ranks
             for action in reconcile(self.pools.targets, actual, now_s, self._rules, budget_ranks=budget):
                 self._carry_out(action, now_s)
@@ -182,6 +186,7 @@ def report_of(core: GatewayCore) -> GatewayReport:
 @contextlib.asynccontextmanager
 async def followed(cluster: SmallCluster, core: GatewayCore) -> AsyncIterator[None]:
     """`core` follows the cluster's membership."""
+    cluster.cores.append(core)
     task = asyncio.create_task(core.membership.follow(cluster.poll))
     try:
         yield

@@ -7,7 +7,7 @@ import pytest
 from coordinator.pools.assign import Assignment, Fate, assign
 from coordinator.pools.desired import engine_key
 from coordinator.pools.plan import Step, plan, unsettled
-from coordinator.pools.records import PoolTarget, WorkerRecord
+from coordinator.pools.records import PoolTarget, Restart, WorkerRecord
 from coordinator.routing.views import Role, WorkerState
 from engine.config import EngineSettings
 from protos.ids import WorkerId
@@ -247,3 +247,60 @@ def test_the_order_in_which_arguments_are_written_is_no_difference() -> None:
     )
     assert engine_key(EngineSettings(extra_arguments=first)) == engine_key(EngineSettings(extra_arguments=second))
     assert engine_key(EngineSettings(seed=1)) != engine_key(EngineSettings(seed=2))
+
+
+class TestRestart:
+    """Workers that are to be replaced by fresh ones: one of each pool at a time, and never the one that others need."""
+
+    @staticmethod
+    def due(name: str, role: Role = Role.DECODE, state: WorkerState = READY, how: Restart = Restart.IN_PLACE) -> WorkerRecord:
+        return worker(name, role, state, restart=how)
+
+    def test_the_oldest_of_each_pool_goes_when_all_of_it_serve(self) -> None:
+        targets = (pool("prefill", Role.PREFILL, 2), pool("decode", Role.DECODE, 2))
+        everyone = [self.due("prefill-1", Role.PREFILL), self.due("prefill-2", Role.PREFILL)]
+        everyone += [self.due("decode-1"), self.due("decode-2")]
+        done = run(targets, everyone)
+        assert [name for name, fate in fates(done).items() if fate == "stop"] == ["prefill-1", "decode-1"]
+        assert done.missing == {"prefill": 0, "decode": 0}, "their places are free when they are gone"
+
+    def test_the_next_one_waits_until_the_successor_serves_and_gateways_reach_it(self) -> None:
+        targets = (pool("decode", Role.DECODE, 2),)
+        second = self.due("decode-2")
+        for state in (DRAINING, STARTING):
+            fate = fates(run(targets, [worker("decode-3", Role.DECODE, state), second]))["decode-2"]
+            assert fate == "keep decode"
+        both = [worker("decode-3", Role.DECODE), second]
+        assert fates(run(targets, [second]))["decode-2"] == "keep decode", "the first has gone, its successor is to be started"
+        assert fates(assign(targets, both, whole_roles=ALL_ROLES, gateways_behind=True))["decode-2"] == "keep decode"
+        assert fates(assign(targets, both, whole_roles=ALL_ROLES))["decode-2"] == "stop"
+
+    def test_two_pools_that_need_each_other_take_turns(self) -> None:
+        """One worker of each phase: whole requests are served by the other one meanwhile."""
+        first = run(SPLIT, [self.due("prefill-1", Role.PREFILL), self.due("decode-1")])
+        assert fates(first) == {"prefill-1": "stop", "decode-1": "keep decode"}
+        pair_only = assign(
+            SPLIT, [self.due("prefill-1", Role.PREFILL), self.due("decode-1")], whole_roles=frozenset({Role.COLOCATED})
+        )
+        assert set(fates(pair_only).values()) == {"keep prefill", "keep decode"}
+
+    def test_with_surge_the_successor_comes_first(self) -> None:
+        targets = (pool("both", Role.COLOCATED, 1),)
+        old = self.due("both-1", Role.COLOCATED, how=Restart.SURGE)
+        first = run(targets, [old])
+        assert (fates(first), first.startable) == ({"both-1": "keep both"}, {"both": 1})
+        loading = run(targets, [old, worker("both-2", Role.COLOCATED, STARTING)])
+        assert (fates(loading)["both-1"], loading.missing) == ("keep both", {"both": 0})
+        served = run(targets, [old, worker("both-2", Role.COLOCATED)])
+        assert fates(served) == {"both-1": "stop", "both-2": "keep both"}
+        leaving = worker("both-1", Role.COLOCATED, DRAINING, restart=Restart.SURGE)
+        last = run(targets, [leaving, worker("both-2", Role.COLOCATED)])
+        assert (fates(last), last.missing) == ({"both-1": "leaving", "both-2": "keep both"}, {"both": 0})
+
+    def test_a_pool_that_shrinks_is_rid_of_them_first_and_no_other_pool_takes_them(self) -> None:
+        done = run((pool("prefill", Role.PREFILL, 2), pool("decode", Role.DECODE, 1)), [P1, self.due("decode-1"), D2])
+        assert fates(done) == {"prefill-1": "keep prefill", "decode-1": "stop", "decode-2": "keep decode"}
+        assert done.missing == {"prefill": 1, "decode": 0}
+
+    def test_who_waits_for_its_turn_is_unsettled(self) -> None:
+        assert unsettled(run((pool("decode", Role.DECODE, 1),), [self.due("decode-1")]), {}) == ["decode-1 is to be restarted"]

@@ -22,8 +22,10 @@ from coordinator.pools.reconcile import (
     StopWorker,
     reconcile,
 )
+from coordinator.pools.records import Restart
 from coordinator.pools.store import KnownProcess, Store
 from coordinator.routing.views import RankView, Role, WorkerState
+from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
 from tests.unit.test_fleet import D1, beat
 
@@ -131,3 +133,29 @@ class TestAdopt:
     async def test_one_that_loads_for_a_pool_that_is_gone_is_ended(self, rig: Rig) -> None:
         rig.pools.adopt({WorkerId("old-1")}, 50.0)
         assert [type(a) for a in rig.actions(50.5) if getattr(a, "worker_id", "") == "old-1"] == [StopWorker]
+
+
+class TestRestart:
+    async def test_is_remembered_until_the_worker_is_gone(self, rig: Rig) -> None:
+        rig.fleet.heard(beat(), 0.0)
+        assert rig.pools.restart(["decode"], surge=False) == [D1]
+        rig.again()
+        rig.fleet.heard(beat(), 50.0)
+        rig.pools.resume_restarts()
+        assert rig.fleet.members[D1].record.restart is Restart.IN_PLACE
+        rig.store.forget(D1)
+        assert rig.store.restarts() == {}
+
+    async def test_of_the_only_pool_that_serves_is_refused_unless_it_surges(self, rig: Rig) -> None:
+        rig.pools.scale("prefill", 0)
+        rig.fleet.heard(beat(), 0.0)
+        with pytest.raises(SplitpointError) as caught:
+            rig.pools.restart(["decode"], surge=False)
+        assert (caught.value.code, caught.value.param) == (Code.CONFLICT, "pools")
+        assert rig.store.restarts() == {}
+        assert rig.pools.restart(["decode"], surge=True) == [D1]
+
+    async def test_of_an_unknown_pool_is_refused_by_name(self, rig: Rig) -> None:
+        with pytest.raises(SplitpointError, match=r"decod.*prefill, decode") as caught:
+            rig.pools.restart(["decode", "decod"], surge=False)
+        assert caught.value.code is Code.NOT_FOUND

@@ -387,6 +387,24 @@ class DrainWorkerResponse(_message.Message):
     worker: WorkerStatus
     def __init__(self, worker: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
 
+class RestartRequest(_message.Message):
+    __slots__ = ("pools", "gateways", "surge")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    SURGE_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedScalarFieldContainer[str]
+    gateways: bool
+    surge: bool
+    def __init__(self, pools: _Optional[_Iterable[str]] = ..., gateways: _Optional[bool] = ..., surge: _Optional[bool] = ...) -> None: ...
+
+class RestartResponse(_message.Message):
+    __slots__ = ("workers", "gateways")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    gateways: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[str]] = ..., gateways: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class CordonWorkerRequest(_message.Message):
     __slots__ = ("worker_id", "cordoned")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

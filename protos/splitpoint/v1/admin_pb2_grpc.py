@@ -54,6 +54,11 @@ class AdminServiceStub:
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/splitpoint.v1.AdminService/Restart',
+                request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RestartRequest.SerializeToString,
+                response_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RestartResponse.FromString,
+                _registered_method=True)
         self.CordonWorker = channel.unary_unary(
                 '/splitpoint.v1.AdminService/CordonWorker',
                 request_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.CordonWorkerRequest.SerializeToString,
@@ -115,6 +120,14 @@ class AdminServiceServicer:
 
     def DrainWorker(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Replace every worker of some pools by a fresh one, and every gateway, one after the other; returns at once. CONFLICT when
+        nobody would serve meanwhile. `unsettled` of the status says what is left to do.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -189,6 +202,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
                     response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RestartRequest.FromString,
+                    response_serializer=protos_dot_splitpoint_dot_v1_dot_admin__pb2.RestartResponse.SerializeToString,
             ),
             'CordonWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.CordonWorker,
@@ -334,6 +352,33 @@ class AdminService:
             '/splitpoint.v1.AdminService/DrainWorker',
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
             protos_dot_splitpoint_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitpoint.v1.AdminService/Restart',
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.RestartRequest.SerializeToString,
+            protos_dot_splitpoint_dot_v1_dot_admin__pb2.RestartResponse.FromString,
             options,
             channel_credentials,
             insecure,
