@@ -110,9 +110,10 @@ def kv_node_factory(kv: KvEngineConfig) -> NodeFactory:
 
     def make(rank: int, compat: kv_transfer_pb2.KvCompatibility) -> RankNode:
         from kvtransfer.node import KvNode  # brings transports; a simulated engine without KV transfer needs none
+        from kvtransfer.rpc import at_rank
 
         return KvNode(
-            kv.settings,
+            at_rank(kv.settings, kv.register_address),
             rank=rank,
             incarnation=kv.incarnation,
             compatibility=compat,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hmac
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from kvtransfer.config import KvTransferSettings
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import abort
 
@@ -17,7 +19,8 @@ CONTROL_TOKEN_KEY = "x-splitpoint-control-token"
 # A stopped or vanished peer answers no ping: its streams end after 15 s at the latest, also while nothing is being sent.
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),  # for what no longer reaches the peer
+    ("grpc.http2.ping_timeout_ms", 5_000),  # for a peer that takes bytes and does not answer
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -68,6 +71,23 @@ def is_peer_lost(exc: grpc.RpcError) -> bool:
 def host_port(host: str, port: int) -> str:
     """As gRPC and URLs want it: an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def at_rank(settings: KvTransferSettings, register_address: str) -> KvTransferSettings:
+    """`advertise_host = "auto"` becomes the address of this rank's own host on the way to its worker's actor, and then the rank
+    binds it too: the ranks of one worker may live on several hosts. Sends nothing.
+
+    Raises:
+        OSError: no route leads from here to `register_address`.
+    """
+    if settings.advertise_host != "auto":
+        return settings
+    host, _, port = register_address.rpartition(":")
+    family, kind, protocol, _, there = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)
+        here = str(probe.getsockname()[0])
+    return settings.model_copy(update={"advertise_host": here, "bind_host": here})
 
 
 def host_id() -> str:

@@ -278,6 +278,8 @@ def _channel_options(settings: WorkerClientSettings) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(settings.keepalive_timeout_s * 1000)),
+        # The one above is for what no longer reaches the peer; a peer that takes bytes and does not answer has this long.
+        ("grpc.http2.ping_timeout_ms", int(settings.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # A channel of its own: a shared subchannel's reconnection backoff would stretch ours.

@@ -24,6 +24,7 @@ from engine.config import EngineSettings, KvEngineConfig
 from engine.protocol import Engine, EngineDeadError
 from engine.worker.heartbeat import WorkerHeartbeat, heartbeat
 from engine.worker.server import WorkerIdentity, WorkerServer
+from kvtransfer.addresses import is_loopback
 from kvtransfer.control import RankControl
 from protos.ids import new_incarnation
 from protos.splitpoint.v1 import kv_transfer_pb2
@@ -323,8 +324,10 @@ class WorkerProcess:
 
     def _kv_config(self, register_address: str) -> KvEngineConfig:
         model_hash, tokenizer_hash = checkpoint_hashes(self._engine_settings)
+        kv = self._settings.kvtransfer
         return KvEngineConfig(
-            settings=_on_host(self._settings.kvtransfer, self._host.node_ip),
+            # Ranks on other hosts find their own address; those that reach the actor by loopback live on this one.
+            settings=_on_host(kv, self._host.node_ip) if is_loopback(register_address.rpartition(":")[0]) else kv,
             incarnation=self.incarnation,
             control_token=self._token,
             register_address=register_address,

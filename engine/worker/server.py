@@ -281,6 +281,8 @@ class WorkerServer:
                 ("grpc.max_send_message_length", settings.max_message_bytes),
                 ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
                 ("grpc.keepalive_timeout_ms", int(settings.keepalive_timeout_s * 1000)),
+                # The one above is for what no longer reaches the peer; a peer that takes bytes and does not answer has this long.
+                ("grpc.http2.ping_timeout_ms", int(settings.keepalive_timeout_s * 1000)),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),

@@ -125,10 +125,11 @@ class WorkerHalf:
             SplitpointError, OSError: the node cannot listen or the actor refuses; the engine's start fails.
         """
         from kvtransfer.node import KvNode
+        from kvtransfer.rpc import at_rank
 
         blocks = EngineBlocks(layers, facts.num_blocks)
         node = KvNode(
-            self._settings.settings,
+            at_rank(self._settings.settings, self._settings.register_address),
             rank=facts.rank,
             incarnation=self._settings.incarnation,
             compatibility=self._compatibility(blocks, facts),

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtransfer.transports.base import Memory, TransportError
+from kvtransfer.transports.ucx_environment import devices_missing
 from kvtransfer.transports.ucx_leaks import leaked_attachments
 from kvtransfer.transports.ucx_operation import UCX_VERSION, Array, Operation, Peer, as_array, failure_of, ucx
 from kvtransfer.transports.ucx_sleep import Sleeper
@@ -109,7 +110,10 @@ class UcxCore:
     # ---- on the event loop
 
     async def start(self) -> None:
-        """Open UCX. Raises `TransportError("refused")` when it cannot."""
+        """Open UCX. Raises `TransportError("refused")` when it cannot, or is to use a device that is not there."""
+        asked = self._config.get("NET_DEVICES") or os.environ.get("UCX_NET_DEVICES", "")
+        if missing := devices_missing(asked):
+            raise TransportError("refused", f"UCX_NET_DEVICES names {', '.join(missing)}: there is no such network device")
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[str] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="splitpoint-ucx", daemon=True)

@@ -315,6 +315,28 @@ async def test_a_ucx_that_does_not_open_does_not_start() -> None:
         await asyncio.to_thread(node.start)
 
 
+async def test_a_ucx_that_is_to_use_a_device_that_is_not_there_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo,no-such-device:1")
+    alone = make_node(patient(transports=["ucx"], default_transport="ucx"))
+    with pytest.raises(SplitpointError, match="UCX_NET_DEVICES names no-such-device"):
+        await asyncio.to_thread(alone.start)
+    beside = make_node(patient(transports=["ucx", "grpc"], default_transport="ucx"))
+    await asyncio.to_thread(beside.start)
+    try:
+        assert list(beside.transports) == ["grpc"]
+        assert beside.counters()["transport_unavailable.ucx"] == 1
+    finally:
+        await asyncio.to_thread(beside.stop)
+
+
+@pytest.mark.parametrize("asked", ["", "all", "lo", "lo:1", "mlx5_[0-3]:1", "^no-such-device"])
+async def test_devices_that_ucx_may_be_given(asked: str) -> None:
+    environment = pytest.importorskip("kvtransfer.transports.ucx_environment")
+    assert environment.devices_missing(asked) == []
+    assert environment.devices_missing("no-such-device," + asked.removeprefix("^"))[:1] == ["no-such-device"]
+
+
 async def test_a_sender_with_other_layers_is_refused_by_name() -> None:
     """As when one side speculates: a draft model's layers are KV that the other side does not have."""
     async with NodePair(settings=patient(), receiver_fields={"num_layers": 3}) as pair:

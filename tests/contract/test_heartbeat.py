@@ -10,6 +10,7 @@ import pytest
 from engine.sampling import SamplingParams
 from engine.worker.config import WorkerSettings
 from engine.worker.heartbeat import heartbeat
+from prefill.config import PrefillSettings
 from tests.support.pair import pair_of
 from tests.support.workers import colocated_leg, new_grant, prefill_leg, running, start_worker
 
@@ -47,6 +48,33 @@ async def test_a_heartbeat_counts_what_runs_waits_and_is_leased() -> None:
         pair.p.server.begin_drain()
         drained = await heartbeat(pair.p.server, 5)
         assert (drained.serving, drained.draining, drained.leases) == (False, True, 0)
+
+
+async def test_every_request_is_counted_from_its_arrival_to_its_end_wherever_it_waits() -> None:
+    """In the engine's batch, in its queue, or outside it for staging: fifty that wait are fifty."""
+    async with pair_of(wire=True, staging_blocks=64, prefill_settings=PrefillSettings(staging_wait_s=30.0)) as pair:
+        inside = pair.p.clock.hold()
+        grants = [new_grant() for _ in range(25)]
+        legs = [{"prefill": prefill_leg(PROMPT, SAMPLING, grant)} for grant in grants]
+        legs += [{"colocated": colocated_leg(PROMPT, SAMPLING)} for _ in range(25)]
+        attempts = []
+        for sent, leg in enumerate(legs, 1):
+            attempts.append(await pair.to_p.send(**leg))
+            await pair.to_p.settled()
+            beat = await heartbeat(pair.p.server, 5)
+            assert beat.running + beat.waiting == sent
+        await inside.wait()
+        assert (await heartbeat(pair.p.server, 5)).running < 25, "most of them wait"
+        for attempt in attempts:
+            await pair.to_p.abort(attempt)
+        pair.p.clock.let_go()
+        for attempt in attempts:
+            await pair.to_p.last(attempt)
+        for grant in grants:
+            await pair.to_p.release(grant.transfer_id)
+        await pair.empty()
+        idle = await heartbeat(pair.p.server, 5)
+        assert (idle.running, idle.waiting) == (0, 0)
 
 
 async def test_a_heartbeat_names_a_dead_engine_and_a_silent_rank() -> None:

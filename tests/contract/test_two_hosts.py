@@ -81,6 +81,18 @@ async def test_a_node_that_advertises_what_does_not_lead_to_it_does_not_start() 
             assert refused.value.code is Code.INTERNAL
 
 
+async def test_ranks_of_one_worker_on_two_hosts_listen_each_at_its_own_address() -> None:
+    """One configuration for both, and one actor, on the first host."""
+    actor = f"{address(0)}:7000"
+    async with two_hosts() as (p, d), kernel_link(p, d):
+        auto = settings("auto", bind_host="127.0.0.1")
+        ranks = [pb.RankEndpoint.FromString(await host.call("start", auto, "", actor)) for host in (p, d)]
+        assert [rank.address.rpartition(":")[0] for rank in ranks] == [address(0), address(1)]
+        for transport in TRANSPORTS:
+            await Crossing(p, d, ranks[0].SerializeToString(), transport, 20).whole(30)
+        await settled(p, d, timeout_s=10)
+
+
 @needs_rate
 async def test_ten_megabit_per_second() -> None:
     """What fits into the time arrives, what does not is refused at the deadline, and the next one arrives again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -70,18 +71,26 @@ def coordinator() -> Coordinator:
     return Coordinator()
 
 
-@pytest.fixture
-async def worker(settings: Settings, coordinator: Coordinator, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
+@contextlib.asynccontextmanager
+async def living(settings: Settings, coordinator: Coordinator, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
     spec = WorkerSpec(
         worker_id=WorkerId("decode-7"), pool="decode", role=Role.DECODE, slot=2, settings=settings, log_dir=tmp_path
     )
     refs = (ProcessRef(os.getpid(), 0.0),)
     process = WorkerProcess(spec, Host(node_id="n", node_ip="127.0.0.1", push=coordinator.push, processes=lambda: refs))
     life = asyncio.create_task(process.run())
-    yield process
-    if not life.done():
-        await process.stop("the test is over")
-    await life
+    try:
+        yield process
+    finally:
+        if not life.done():
+            await process.stop("the test is over")
+        await life
+
+
+@pytest.fixture
+async def worker(settings: Settings, coordinator: Coordinator, tmp_path: Path) -> AsyncIterator[WorkerProcess]:
+    async with living(settings, coordinator, tmp_path) as process:
+        yield process
 
 
 async def test_it_says_that_it_starts_and_then_that_it_serves(worker: WorkerProcess, coordinator: Coordinator) -> None:
@@ -152,6 +161,43 @@ async def test_a_worker_whose_transfer_node_ends_is_dead_and_says_why(worker: Wo
     assert "its ranks are lost, 3 heartbeats in a row" in reason
     assert "rank 0" in reason
     assert node.counters is not None
+
+
+async def test_a_group_of_ranks_ends_as_a_whole_when_one_of_them_does(
+    settings: Settings, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """Nothing is repaired rank by rank: the worker ends, and another one is started (`test_pool_scenarios`)."""
+    engine = settings.engine.model_copy(update={"tensor_parallel_size": 2})
+    async with living(settings.model_copy(update={"engine": engine}), coordinator, tmp_path) as worker:
+        ready = await coordinator.until(WorkerState.READY)
+        assert len(ready.view.ranks) == 2
+        assert ready.ranks == 2
+        assert isinstance(worker.server.engine, SimulatedEngine)
+        nodes = worker.server.engine._kv._nodes
+        await asyncio.to_thread(nodes[1].stop)
+        reason = await asyncio.wait_for(worker.wait_ended(), 30)
+        assert "its ranks are lost" in reason
+        assert "rank 1" in reason
+
+
+async def test_ranks_find_their_own_address_where_the_actor_is_not_on_loopback(settings: Settings, tmp_path: Path) -> None:
+    auto = settings.kvtransfer.model_copy(update={"advertise_host": "auto"})
+    spec = WorkerSpec(
+        worker_id=WorkerId("d"),
+        pool="decode",
+        role=Role.DECODE,
+        slot=0,
+        settings=settings.model_copy(update={"kvtransfer": auto}),
+        log_dir=tmp_path,
+    )
+
+    async def push(beat: Beat) -> bool:
+        return True
+
+    process = WorkerProcess(spec, Host(node_id="n", node_ip="10.1.2.3", push=push, processes=tuple))
+    assert process._kv_config("10.1.2.3:7000").settings.advertise_host == "auto", "each rank says its own"
+    here = process._kv_config("127.0.0.1:7000").settings
+    assert (here.advertise_host, here.bind_host) == ("10.1.2.3", "10.1.2.3")
 
 
 async def test_a_worker_that_holds_too_much_of_killed_peers_drains_by_itself(

@@ -16,6 +16,7 @@ from engine.worker.config import WorkerSettings
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.control import RankControl
 from kvtransfer.node import KvNode
+from kvtransfer.rpc import at_rank
 from protos.errors import SplitpointError
 from protos.ids import AttemptId, Incarnation, WorkerId, new_capability, new_transfer_id, token_hash
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -36,8 +37,8 @@ class Agent:
         self._control: RankControl | None = None
         self._worker: SimWorker | None = None
 
-    async def start(self, settings: dict[str, Any], incarnation: str = "") -> bytes:
-        node = make_node(KvTransferSettings(**settings), incarnation=incarnation)
+    async def start(self, settings: dict[str, Any], incarnation: str = "", register_address: str = "") -> bytes:
+        node = make_node(at_rank(KvTransferSettings(**settings), register_address), incarnation=incarnation)
         await asyncio.to_thread(node.start)
         self._node, self._control = node, RankControl([node.endpoint], TOKEN)
         return node.endpoint.SerializeToString()
