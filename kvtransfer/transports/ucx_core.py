@@ -4,8 +4,7 @@ Only the thread touches UCX; callers live on one event loop, put commands into a
 while a transfer moves; while one stands still, and when there is none, it sleeps until UCX or a command wakes it.
 
 A receive is handed to UCX only when its message has announced itself, so one that never comes holds no memory, and its
-length is known before a byte is written. What was announced for a channel that is closed is taken off UCX's queue into a
-buffer of one byte: that completes the peer's send and with it frees the peer's slot.
+length is known before a byte is written. Connections are in ucx_endpoints.py, tags and unwanted messages in ucx_tags.py.
 """
 
 from __future__ import annotations
@@ -24,31 +23,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtransfer.transports.base import Memory, TransportError
+from kvtransfer.transports.ucx_endpoints import Endpoints
 from kvtransfer.transports.ucx_environment import devices_missing
 from kvtransfer.transports.ucx_leaks import leaked_attachments
 from kvtransfer.transports.ucx_operation import UCX_VERSION, Array, Operation, Peer, as_array, failure_of, ucx
 from kvtransfer.transports.ucx_sleep import Sleeper
+from kvtransfer.transports.ucx_tags import ASK_CHANNEL, CHUNK_BITS, WARM_BYTES, WARM_CHANNEL, Tags
 
 __all__ = ["ASK_CHANNEL", "CHUNK_BITS", "UCX_VERSION", "WARM_CHANNEL", "Guest", "Operation", "Peer", "UcxCore"]
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_BITS = 40
-CHUNK_BITS = 24
-WARM_CHANNEL = 0
-ASK_CHANNEL = (1 << CHANNEL_BITS) - 1
-"""Of what peers ask for and say (ucx_asks.py): no transfer's."""
-WARM_BYTES = 64 * 1024
 WARM_SPIN_S = 0.2
-_CHANNEL_MASK = ((1 << CHANNEL_BITS) - 1) << CHUNK_BITS
-
 PROGRESS_AT_ONCE = 32
 SPIN_S = 0.002
 LINGER_S = 1.0
 SWEEP_EVERY_S = 0.001
-CLOSED_CHANNEL_KEPT_S = 60.0
-CLOSE_PERIOD_NS = 100_000_000
-CLOSE_ATTEMPTS = 5
 
 
 _never_freed: list[Any] = []
@@ -71,13 +61,8 @@ class _State:
 
     context: Any = None
     worker: Any = None
-    endpoints: dict[Peer, Any] = field(default_factory=dict)
-    retired: list[tuple[Peer, Any]] = field(default_factory=list)
-    """Endpoints to be closed as soon as nobody waits for anything on them."""
+    endpoints: Any = None
     operations: list[Operation] = field(default_factory=list)
-    sinks: list[tuple[Any, Any]] = field(default_factory=list)
-    reached: set[Peer] = field(default_factory=set)
-    dead: set[str] = field(default_factory=set)
     moved_at: float = 0.0
     linger_until: float = 0.0
     swept_at: float = 0.0
@@ -98,14 +83,11 @@ class UcxCore:
         self.guest: Guest | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open_channels: set[int] = set()
-        self._kept_tags: set[int] = set()
-        self._closed_channels: collections.deque[tuple[float, int]] = collections.deque(maxlen=256)
-        self._next_channel = int.from_bytes(os.urandom(4), "little") + 1
         self._warm_count = 0
         self.address = b""
         self.info = ""
         self.counters: collections.Counter[str] = collections.Counter()
+        self._tags = Tags(self.counters)
 
     # ---- on the event loop
 
@@ -133,19 +115,15 @@ class UcxCore:
 
     def open_channel(self) -> int:
         """A number that the tags of one transfer's messages to this worker begin with."""
-        self._next_channel = (self._next_channel + 1) % ASK_CHANNEL or 1
-        self._open_channels.add(self._next_channel)
-        return self._next_channel
+        return self._tags.open()
 
     def keep_tags(self, *tags: int) -> None:
         """Somebody takes what comes for these, for as long as this runs."""
-        self._kept_tags |= set(tags)
+        self._tags.keep(*tags)
 
     def close_channel(self, channel: int) -> None:
         """What still comes for it is thrown away."""
-        if channel in self._open_channels:
-            self._open_channels.discard(channel)
-            self._closed_channels.append((time.monotonic(), channel))
+        if self._tags.close(channel):
             self._submit(self._linger)
 
     def expect(self, peer: Peer) -> None:
@@ -218,8 +196,8 @@ class UcxCore:
 
     def lost(self, peer: Peer) -> bool:
         """The peer is known dead, or its endpoint has failed."""
-        endpoint = self._state.endpoints.get(peer)
-        return peer.incarnation in self._state.dead or (endpoint is not None and not endpoint.alive)
+        lost: bool = self._state.endpoints.lost(peer)
+        return lost
 
     def _new(self, peer: Peer, memory: Memory, tag: int, spin_s: float, *, sending: bool) -> Operation:
         loop = self._loop
@@ -244,6 +222,7 @@ class UcxCore:
             state.context = ucx.UCXContext(self._config, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
             state.worker = ucx.UCXWorker(state.context)
             state.worker.init_blocking_progress_mode()
+            state.endpoints = Endpoints(state.worker, self.counters)
             self._sleeper.watch(state.worker.epoll_file_descriptor)
             self.address = state.worker.address.tobytes()
             self.info = state.context.info
@@ -278,7 +257,7 @@ class UcxCore:
         busy = self.guest is not None and self.guest.turn(now)
         if now - state.swept_at > SWEEP_EVERY_S:
             state.swept_at = now
-            self._sweep(now)
+            self._tags.sweep(state.worker, now, whole=self._warms_whole())
         pause = self._pause_s(now)
         if busy or pause == 0 or state.stopping:
             return
@@ -291,7 +270,7 @@ class UcxCore:
             return 0 if still < SPIN_S else 0.0001 if still < 0.05 else 0.001
         if now < state.linger_until:
             return 0.001
-        if state.operations or state.sinks:
+        if state.operations or self._tags.sinking:
             return 0.01
         return 0.25 if state.endpoints else None
 
@@ -299,26 +278,12 @@ class UcxCore:
         self._state.linger_until = time.monotonic() + LINGER_S
 
     def _endpoint(self, peer: Peer) -> Any:
-        """The cached endpoint, or a new one when there is none or UCX has seen it fail. Raises `TransportError`."""
-        state = self._state
-        if peer.incarnation in state.dead:
-            raise TransportError("peer_lost", f"incarnation {peer.incarnation!r} is dead")
-        endpoint = state.endpoints.get(peer)
-        if endpoint is not None and not endpoint.alive:
-            self._drop(peer)
-            endpoint = None
-        if endpoint is None:
-            try:
-                address = ucx.UCXAddress.create_from_buffer(bytearray(peer.address))
-                endpoint = ucx.UCXEndpoint.create_from_worker_address(state.worker, address, peer.error_handling)
-            except (ucx.UCXError, RuntimeError, ValueError) as exc:
-                reason = "peer_lost" if peer in state.reached else "refused"
-                raise TransportError(reason, f"no UCX path to incarnation {peer.incarnation!r}: {exc}") from exc
-            state.endpoints[peer] = endpoint
-            state.reached.add(peer)
-            self.counters["endpoints"] += 1
+        endpoint = self._state.endpoints.get(peer)
         self._linger()
         return endpoint
+
+    def _warms_whole(self) -> bool:
+        return all(peer.error_handling for peer in self._state.endpoints.peers)
 
     def _prepare(self, peer: Peer) -> None:
         try:
@@ -328,7 +293,7 @@ class UcxCore:
             logger.warning("ucx: %s", exc)
 
     def _warm(self, peer: Peer) -> None:
-        if peer in self._state.endpoints:
+        if peer in self._state.endpoints.peers:
             return
         self._warm_count += 1
         tag = WARM_CHANNEL << CHUNK_BITS | self._warm_count % (1 << CHUNK_BITS)
@@ -366,9 +331,8 @@ class UcxCore:
             if request is not None and request.completed:
                 operation.request = operation.array = operation.endpoint = None
                 self._settle(operation, failure_of(request))
-        state.sinks = [entry for entry in state.sinks if not entry[0].completed]
-        if state.retired:
-            self._close_retired()
+        self._tags.settle()
+        state.endpoints.close_retired(state.operations)
 
     def _begin_receive(self, operation: Operation) -> None:
         state = self._state
@@ -376,8 +340,8 @@ class UcxCore:
         if operation.cancelled:
             self._settle(operation, TransportError("closed", "given up before the payload was announced"))
             return
-        endpoint = state.endpoints.get(operation.peer)
-        if endpoint is None or not endpoint.alive:
+        endpoint = state.endpoints.working(operation.peer)
+        if endpoint is None:
             self._settle(operation, TransportError("peer_lost", "the connection to the sender failed"))
             return
         found = state.worker.tag_probe(tag)
@@ -385,7 +349,7 @@ class UcxCore:
             return
         expected = len(operation.memory)
         if found.length != expected:
-            self._sink(found)
+            self._tags.sink(state.worker, found, whole=self._warms_whole())
             self._settle(operation, TransportError("corrupt", f"{found.length} bytes came where {expected} were announced"))
             return
         operation.array, operation.endpoint = as_array(operation.memory), endpoint
@@ -394,84 +358,18 @@ class UcxCore:
         except (ucx.UCXError, RuntimeError) as exc:
             self._settle(operation, TransportError("peer_lost", f"UCX refused to receive: {exc}"))
 
-    def _sweep(self, now: float) -> None:
-        """Take messages that nobody waits for off UCX's queue."""
-        worker = self._state.worker
-        while (found := worker.tag_probe(ucx.UCXXTag(0), ucx.UCXXTagMask(0))).matched:
-            tag = found.sender_tag.value
-            if tag in self._kept_tags or tag >> CHUNK_BITS in self._open_channels:
-                break
-            self._sink(found)
-        while self._closed_channels and now - self._closed_channels[0][0] > CLOSED_CHANNEL_KEPT_S:
-            self._closed_channels.popleft()
-        # A message for an open channel at the head of the queue hides what is behind it.
-        if found.matched:
-            for _, channel in list(self._closed_channels):
-                while (hidden := worker.tag_probe(ucx.UCXXTag(channel << CHUNK_BITS), ucx.UCXXTagMask(_CHANNEL_MASK))).matched:
-                    self._sink(hidden)
-
-    def _sink(self, found: Any) -> None:
-        """Receive an announced message into a buffer that is too short, which completes its send without a byte moved.
-
-        A warm-up is received whole where that cannot end this process (`Peer`).
-        """
-        warm = found.sender_tag.value >> CHUNK_BITS == WARM_CHANNEL and found.length <= WARM_BYTES
-        whole = warm and all(peer.error_handling for peer in self._state.endpoints)
-        scratch = np.zeros(found.length if whole else 1, np.uint8)
-        array = Array(scratch)
-        request = self._state.worker.tag_recv(array, ucx.UCXXTag(found.sender_tag.value))
-        self._state.sinks.append((request, array))
-        self.counters["warmed" if warm else "sunk"] += 1
-
-    def _drop(self, peer: Peer) -> None:
-        """Close an endpoint. With error handling everything on it completes; bounded, progresses UCX meanwhile."""
-        endpoint = self._state.endpoints.pop(peer, None)
-        if endpoint is not None:
-            self._close(peer, endpoint)
-
     def _retire(self, peer: Peer) -> None:
         state = self._state
-        endpoint = state.endpoints.get(peer)
-        if endpoint is None or not any(op.endpoint is endpoint and op.cancelled for op in state.operations):
+        if not state.endpoints.retire(peer, state.operations):
             return
-        del state.endpoints[peer]
-        state.retired.append((peer, endpoint))
-        self.counters["endpoints_retired"] += 1
         if any(op.peer == peer and op.endpoint is None and not op.cancelled for op in state.operations):
             self._prepare(peer)  # a receive waits for its message: it will be posted on the new one
-        self._close_retired()
-
-    def _close_retired(self) -> None:
-        state = self._state
-        for entry in list(state.retired):
-            if not any(op.endpoint is entry[1] and not op.cancelled for op in state.operations):
-                state.retired.remove(entry)
-                self._close(*entry)
-
-    def _close(self, peer: Peer, endpoint: Any) -> None:
-        self.counters["endpoints_closed"] += 1
-        if not peer.error_handling:
-            endpoint.close()  # close_blocking can hang here
-        elif endpoint.alive:  # closing one that has failed crashes ucxx
-            endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
-        self._quiet()
-
-    def _quiet(self) -> None:
-        """Progress until UCX has nothing to do, so that bytes already here land before their slot is called free."""
-        for _ in range(10_000):
-            if not self._state.worker.progress_once():
-                return
+        state.endpoints.close_retired(state.operations)
 
     def _bury(self, incarnation: str) -> None:
         """The process is gone: close its endpoints, then settle what was outstanding whether or not UCX completed it."""
         state = self._state
-        state.dead.add(incarnation)
-        state.reached = {peer for peer in state.reached if peer.incarnation != incarnation}
-        for peer in [p for p in state.endpoints if p.incarnation == incarnation]:
-            self._drop(peer)
-        for entry in [e for e in state.retired if e[0].incarnation == incarnation]:
-            state.retired.remove(entry)
-            self._close(*entry)
+        state.endpoints.bury(incarnation)
         self._advance(time.monotonic())
         for operation in [op for op in state.operations if op.peer.incarnation == incarnation]:
             self._abandon(operation, TransportError("peer_lost", f"incarnation {incarnation!r} is dead"))
@@ -518,17 +416,13 @@ class UcxCore:
         state = self._state
         while self._commands:
             self._commands.popleft()()
-        outstanding = bool(state.operations or state.sinks)
-        for peer in list(state.endpoints):
-            self._drop(peer)
-        while state.retired:
-            self._close(*state.retired.pop())
+        outstanding = bool(state.operations or self._tags.sinking)
+        state.endpoints.close()
         self._advance(time.monotonic())
         for operation in list(state.operations):
             self._abandon(operation, TransportError("closed", "UCX is stopped"))
         if self.guest is not None:
             self.guest.end()
         if outstanding:
-            _never_freed.append((state.sinks, state.worker, state.context))
-        state.sinks = []
-        state.worker = state.context = None
+            _never_freed.append((self._tags.sinking, state.worker, state.context))
+        state.endpoints = state.worker = state.context = None
