@@ -27,7 +27,7 @@ from kvtransfer.runtime import NodeRuntime
 from kvtransfer.tls import bind, channel
 from kvtransfer.transport_choice import auto_order
 from kvtransfer.transports import TransportContext, create_transport, reach_of, to_open
-from kvtransfer.transports.base import Memory, Transport, TransportError
+from kvtransfer.transports.base import CanFail, Memory, Transport, TransportError
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -280,20 +280,36 @@ class KvNode:
             rt.waiters.shutdown(wait=True)
 
     async def _until_stopped(self) -> None:
-        """Sweeps meanwhile. A node that ends nothing by its deadline would hold staging for ever, so it ends with its sweep: the
-        worker's heartbeats find nobody listening, and the worker is replaced."""
+        """Sweeps meanwhile. A node that ends nothing by its deadline would hold staging for ever, and one whose transport has
+        ended cannot tell who touches it; so it ends with them: the worker's heartbeats find nobody listening, and the worker is
+        replaced.
+
+        Raises:
+            SplitpointError: INTERNAL, a transport ended by itself.
+        """
         assert self._stop is not None
+        rt = self._rt
         stop = asyncio.create_task(self._stop.wait())
-        sweep = asyncio.create_task(self._rt.sweep(), name="sweep")
+        sweep = asyncio.create_task(rt.sweep(), name="sweep")
+        failures = {
+            scheme: asyncio.create_task(transport.until_failed())
+            for scheme, transport in rt.transports.items()
+            if isinstance(transport, CanFail)
+        }
+        waited_for: list[asyncio.Task[Any]] = [stop, sweep, *failures.values()]
         try:
-            await asyncio.wait((stop, sweep), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
             if sweep.done():
-                self._rt.metrics.event("sweep_ended")
+                rt.metrics.event("sweep_ended")
                 await sweep
+            for scheme, failure in failures.items():
+                if failure.done():
+                    rt.metrics.event(f"transport_failed.{scheme}")
+                    raise rt.remember(SplitpointError(Code.INTERNAL, f"transport {scheme}: {failure.result()}"))
         finally:
-            stop.cancel()
-            sweep.cancel()
-            await asyncio.gather(stop, sweep, return_exceptions=True)
+            for task in waited_for:
+                task.cancel()
+            await asyncio.gather(*waited_for, return_exceptions=True)
 
     async def _start_transports(self) -> None:
         rt = self._rt

@@ -13,7 +13,7 @@ import grpc
 
 from kvtransfer.checksum import algorithm_for, gathered
 from kvtransfer.layout import exchange_refusal, fingerprint
-from kvtransfer.lease import Action, Lease
+from kvtransfer.lease import Action, Lease, LeaseState
 from kvtransfer.machine import Refusal
 from kvtransfer.packing import Packer
 from kvtransfer.plan import BlockRange, Cut, PlanError, cut_of, next_chunk
@@ -173,7 +173,8 @@ class KvTransferServicer(pb_grpc.KvTransferServiceServicer):
         except asyncio.CancelledError:
             if lease.live:
                 raise  # the peer's call ended
-            failure = rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
+            if lease.state is not LeaseState.DELIVERED:
+                failure = rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
         finally:
             del rt.fetches[key]
             with rt.lock:

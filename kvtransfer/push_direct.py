@@ -38,6 +38,8 @@ class DirectPush:
         self._transport = transport
         self._waiting: dict[tuple[bytes, bytes, int], asyncio.Task[None]] = {}
         """Asks for what is not reserved yet, by transfer, capability, rank: a forged one stands in nobody's way. The loop's."""
+        self._unsettled = 0
+        """Asks that the loop has not settled: as many wait as by gRPC, also while it stands still. Under the node's lock."""
 
     def asked(self, request: pb.FetchRequest, answers: Answers) -> None:
         """As `Serves`. What is not the ordinary case is settled on the loop, as it is for an ask by gRPC."""
@@ -50,8 +52,14 @@ class DirectPush:
         deadline = rt.now() + request.remaining_s
         if isinstance(found, Lease):
             self._begin(request, found, answers, deadline)
-        else:
-            self._on_loop(lambda: self._wait(request, found, answers, deadline))
+            return
+        with rt.lock:
+            full = self._unsettled >= rt.settings.max_pending_fetches
+            self._unsettled += not full
+        if full:
+            answers.error(rt.refused("pending", f"{rt.settings.max_pending_fetches} asks wait for an answer already"))
+            return
+        self._on_loop(lambda: self._wait(request, found, answers, deadline))
 
     def completed(self, request: pb.CompleteRequest) -> None:
         """As `Serves`."""
@@ -94,12 +102,18 @@ class DirectPush:
                 raise
             finally:
                 self._waiting.pop(key, None)
+                self._settled()
             answers.run(lambda: self._begin(request, lease, answers, deadline))
 
         if key in self._waiting:
+            self._settled()
             answers.error(rt.refused("fetch_again", "this transfer is being asked for already; a capability is used once"))
             return
         self._waiting[key] = rt.tasks.spawn(f"ask {request.grant.transfer_id.hex()}", run())
+
+    def _settled(self) -> None:
+        with self._rt.lock:
+            self._unsettled -= 1
 
     async def _reserved(self, request: pb.FetchRequest, found: Refusal | None, deadline: float) -> Lease:
         rt = self._rt
@@ -128,6 +142,7 @@ class DirectPush:
     # -- on the transport's thread ---------------------------------------------------------------------------------------
 
     def _begin(self, request: pb.FetchRequest, lease: Lease, answers: Answers, deadline: float) -> None:
+        answers.believe()
         try:
             channel = self._transport.open_answer(request)
         except TransportError as exc:
@@ -158,6 +173,7 @@ class DirectSend:
         self._first_block = 0
         self._index = 0
         self._over = False
+        self._all_sent = False
         self._checking = False
         self._sent: Future[None] = Future()
 
@@ -169,7 +185,8 @@ class DirectSend:
             TransportError: the payload cannot go.
         """
         rt, lease = self._rt, self.out.lease
-        if not lease.live:
+        # All may be over, and delivered, before the loop came here.
+        if not lease.live and not self._sent.done():
             raise rt.refused("ended", f"this transfer is over: {lease.state} ({lease.reason})")
         try:
             async with asyncio.timeout(max(0.0, self.out.deadline - rt.now())):
@@ -250,6 +267,7 @@ class DirectSend:
         if header.last:
             with self._rt.lock:
                 self._rt.leases.sent(out.lease, self._rt.now(), receiver=out.receiver)
+            self._all_sent = True
             self._end(None)
 
     def fail(self, failure: TransportError) -> None:
@@ -257,8 +275,23 @@ class DirectSend:
         self._end(failure)
 
     def _settled(self, failure: TransportError | None) -> None:
-        if failure is not None:
+        if failure is None:
+            return
+        if self._all_sent:
+            self._lost(failure)
+        else:
             self._end(failure)
+
+    def _lost(self, failure: TransportError) -> None:
+        """All was handed over, and some of it did not arrive. Nobody guards the sending any more."""
+        rt, lease = self._rt, self.out.lease
+        with rt.lock:
+            if not lease.live:
+                return  # delivered all the same; or whoever ended it has said so
+            _, actions = rt.leases.release(lease.transfer_id, failure.reason, rt.now())
+        rt.metrics.event("lost_after_the_last_chunk")
+        rt.follow_from_engine(lease.transfer_id, actions)
+        self._answers.error(rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{failure.reason}: {failure}")))
 
     def _end(self, failure: BaseException | None) -> None:
         if self._over:

@@ -47,9 +47,11 @@ TABLE: dict[tuple[SessionState, SessionEvent], SessionState] = {
     (_S.RECEIVING, _E.ABANDON): _S.ABANDONED,
     (_S.VERIFIED, _E.TAKE): _S.TAKEN,
     (_S.VERIFIED, _E.SCATTERED): _S.SCATTERED,  # the engine needed none of it
+    (_S.VERIFIED, _E.FAIL): _S.ABANDONED,  # whoever waited for it had given up before it could be told
     (_S.VERIFIED, _E.ABANDON): _S.ABANDONED,
     (_S.TAKEN, _E.TAKE): _S.TAKEN,
     (_S.TAKEN, _E.SCATTERED): _S.SCATTERED,
+    (_S.TAKEN, _E.FAIL): _S.ABANDONED,
     (_S.TAKEN, _E.ABANDON): _S.ABANDONED,
 }
 ENDED = (_S.SCATTERED, _S.FAILED, _S.ABANDONED)

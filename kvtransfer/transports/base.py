@@ -96,6 +96,9 @@ class Answers(Protocol):
         """Ask `done` on the transport's thread, again and again, until it says True. It is about to: the asker is told to be
         awake. Any thread."""
 
+    def believe(self) -> None:
+        """The ask has shown a lease's capability: the asker is answered whatever others ask. On the thread."""
+
     def error(self, error: SplitpointError) -> None:
         """There will be no more chunks. Any thread."""
 
@@ -127,7 +130,7 @@ class SendsItself(Protocol):
     def send_now(
         self, header: pb.ChunkHeader, payload: Memory, answers: Any, settled: Callable[[TransportError | None], None]
     ) -> None:
-        """Header and payload at once. `settled` hears when the payload is with the receiver, or why not. On the thread.
+        """Header and payload at once. `settled` hears of each when it is on its way, or why not. On the thread.
 
         Raises:
             TransportError: nothing was sent.
@@ -188,6 +191,14 @@ class Counts(Protocol):
 
     def counters(self) -> dict[str, int]:
         """Every event since start, by name. Any thread."""
+
+
+@runtime_checkable
+class CanFail(Protocol):
+    """A `Transport` that may end by itself. Slots that it was given are never drained after that."""
+
+    async def until_failed(self) -> str:
+        """Until it has ended though nobody stopped it: why."""
 
 
 class Transport(Protocol):

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # sender's memory is read, whether its owner takes asks, channel, CRC32C of the rest; then the process and UCX's own bytes. UCX
 # trusts an address it is given, so a damaged or foreign one must not reach it.
 _FRAME = struct.Struct("<4sBB???QI")
-_MAGIC = b"SPU3"
+_MAGIC = b"SPU4"
 
 SameHost = Literal["one_copy", "contained", "direct"]
 READERS = 2
@@ -134,6 +134,10 @@ class UcxTransport:
     async def start(self) -> None:
         await self._core.start()
 
+    async def until_failed(self) -> str:
+        """As `CanFail`."""
+        return await self._core.until_failed()
+
     def worker_address(self) -> bytes:
         if not self._core.address:
             return b""
@@ -172,7 +176,7 @@ class UcxTransport:
         theirs = WorkerAddress.decode(request.ucx_worker_address)
         if theirs.channel == WARM_CHANNEL:
             raise TransportError("refused", "the ask names no channel for its answers")
-        return Answers(self._asks, self._receiver(request, theirs), theirs.channel)
+        return Answers(self._asks, self._receiver(request, theirs), theirs.channel, request.grant)
 
     def open_receive(self, sender: pb.RankEndpoint, request: pb.FetchRequest) -> UcxReceiveChannel:
         """Fills `request.ucx_worker_address`. Raises `TransportError("refused")` like `open_send`."""
@@ -205,7 +209,8 @@ class UcxTransport:
             channel.peer_done()
 
     def counters(self) -> dict[str, int]:
-        """Since start. UCX: endpoints, endpoints_closed, completed, failed, warmed, sunk, abandoned. Read by the receiver itself:
+        """Since start. UCX: endpoints, endpoints_closed, completed, failed, warmed, sunk, abandoned, asks, answers_withheld,
+        answers_not_believed, thread_ended. Read by the receiver itself:
         chunks_offered, chunks_not_readable, peers_not_watched (sender), chunks_read, bytes_read, one_copy_refused (receiver)."""
         return dict(self._core.counters) | dict(self._counters)
 

@@ -3,11 +3,14 @@ drive UCX, without a turn through any event loop.
 
 The bytes are protobuf: under `ASK_TAG` a `FetchRequest`, under `COMPLETE_TAG` a `CompleteRequest`, under number 0 of a
 transfer's channel the `FetchAnswer`s to it, in order; the numbers from 1 on are payload, as ever. A message is believed as
-little as one that came by gRPC: whoever serves it checks incarnation, capability and lease before anything is sent.
+little as one that came by gRPC: whoever serves it checks incarnation, capability and lease before anything is sent; an asker
+who has proved nothing is answered over one of few connections, or not at all; and an answer is believed when it shows that the
+one who gives it was asked.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -30,15 +33,29 @@ MAX_MESSAGE_BYTES = 16 * 1024
 SPIN_S = 0.003
 """How long the thread looks again and again for the answer to an ask: one that has to wait longer is told by a wake-up."""
 LOOK_EVERY_S = 0.05
+MAX_HALF_READ = 64
+"""Messages that have begun to come. A peer that begins and goes no further gets no more memory than these."""
+PROOF_BYTES = 16
+
+
+def proof_of(grant: pb.TransferGrant, tag: int) -> bytes:
+    """What whoever answers an ask under `tag` shows of having been asked: made of the capability, which says nothing of it."""
+    return hmac.digest(grant.capability, tag.to_bytes(8, "little") + grant.transfer_id, "sha256")[:PROOF_BYTES]
 
 
 class Answers:
     """The sender's way back to one asker."""
 
-    def __init__(self, asks: Asks, peer: Peer, channel: int) -> None:
+    def __init__(self, asks: Asks, peer: Peer, channel: int, grant: pb.TransferGrant) -> None:
         self._asks = asks
         self.peer = peer
         self._tag = channel << CHUNK_BITS
+        self._proof = proof_of(grant, self._tag)
+        self._believed = False
+
+    def believe(self) -> None:
+        """As `transports.base.Answers`."""
+        self._believed = True
 
     def run(self, work: Callable[[], None]) -> None:
         """Do it on UCX's thread. Any thread."""
@@ -48,29 +65,46 @@ class Answers:
         """As `transports.base.Answers`."""
 
         def begin() -> None:
-            self._asks.say(self.peer, self._tag, pb.FetchAnswer(soon=True))
+            self._asks.say(self.peer, self._tag, pb.FetchAnswer(soon=True, proof=self._proof))
             self._asks.watch(done)
 
         self.run(begin)
 
-    def header(self, header: pb.ChunkHeader) -> None:
-        """On the thread."""
-        self._asks.say(self.peer, self._tag, pb.FetchAnswer(header=header))
+    def header(self, header: pb.ChunkHeader, settled: Callable[[TransportError | None], None]) -> None:
+        """On the thread. `settled` hears when UCX has taken it, or why not."""
+        self._asks.say(self.peer, self._tag, pb.FetchAnswer(header=header, proof=self._proof), settled)
 
     def error(self, error: SplitpointError) -> None:
         """There will be no more chunks. Any thread."""
-        self.run(lambda: self._asks.say(self.peer, self._tag, pb.FetchAnswer(error=error.to_proto())))
+        answer = pb.FetchAnswer(error=error.to_proto(), proof=self._proof)
+
+        def say() -> None:
+            peer = self.peer if self._believed else self._asks.core.admit(self.peer)
+            if peer is None:
+                self._asks.core.counters["answers_withheld"] += 1  # the asker hears it by its own deadline
+                return
+            self._asks.say(peer, self._tag, answer)
+
+        self.run(say)
 
 
 class Asking:
     """The receiver's end of one ask, on UCX's thread. `operation` makes the receive of a chunk, or raises `TransportError`."""
 
     def __init__(
-        self, asks: Asks, peer: Peer, channel: int, takes: Takes, operation: Callable[..., Operation], limit_s: float
+        self,
+        asks: Asks,
+        peer: Peer,
+        channel: int,
+        takes: Takes,
+        operation: Callable[..., Operation],
+        limit_s: float,
+        grant: pb.TransferGrant,
     ) -> None:
         self._asks = asks
         self.peer = peer
         self._tag = channel << CHUNK_BITS
+        self._proof = proof_of(grant, self._tag)
         self._takes = takes
         self._operation = operation
         self._limit_s = limit_s
@@ -113,8 +147,11 @@ class Asking:
             return
         try:
             answer = pb.FetchAnswer.FromString(data)
-        except DecodeError as exc:
-            self.fail(TransportError("corrupt", f"an answer that is none: {exc}"))
+        except DecodeError:
+            answer = pb.FetchAnswer()
+        if not hmac.compare_digest(answer.proof, self._proof):
+            # Of nobody who was asked: it changes nothing, and the answer may still come.
+            self._asks.core.counters["answers_not_believed"] += 1
             return
         if answer.soon:
             self._guarded(self._takes.soon)
@@ -205,11 +242,13 @@ class Asks:
         """One small message. `settled` hears when UCX has taken it, or why not."""
         data = np.frombuffer(bytearray(message.SerializeToString()), np.uint8)
         # Nobody waits for its end, so the thread may sleep meanwhile.
-        self.core.post(self.core.prepare_operation(peer, data, tag, 0.0, settled, sending=True))
+        operation = self.core.prepare_operation(peer, data, tag, 0.0, settled, sending=True)
+        operation.message = True
+        self.core.post(operation)
 
     def read(self, tag: int, num_bytes: int, then: Callable[[bytes], None]) -> None:
         """Take the message that `probe` found. One that is too long is cut, and with that thrown away."""
-        whole = 0 < num_bytes <= MAX_MESSAGE_BYTES
+        whole = 0 < num_bytes <= MAX_MESSAGE_BYTES and len(self._reading) < MAX_HALF_READ
         buffer = np.zeros(num_bytes if whole else 1, np.uint8)
         request = self.core.take(tag, buffer)
         if request.completed and whole:

@@ -105,14 +105,15 @@ class UcxSendChannel(_Channel):
         yield pb.FetchResponse(header=header)
 
     def send_now(self, header: pb.ChunkHeader, payload: Memory, answers: Answers, settled: Settled) -> None:
-        """On UCX's thread: header and payload at once. `settled` hears when the payload is with the receiver, or why not.
+        """On UCX's thread: header and payload at once. `settled` hears of each when it is on its way or with the receiver, or why
+        not.
 
         Raises:
             TransportError: "closed", or too many chunks; nothing is sent then.
         """
         self._name(header)
         operation = self._on_thread(header, payload, self._spin_s, settled, sending=True)
-        answers.header(header)
+        answers.header(header, settled)
         self._core.post(operation)
 
     def _name(self, header: pb.ChunkHeader) -> None:
@@ -215,7 +216,7 @@ class UcxReceiveChannel(_Channel):
             self._require_whole(header, memory)
             return self._on_thread(header, memory, limit_s, settled, sending=False)
 
-        asking = self._asking = Asking(asks, self._peer, self._channel, takes, operation, limit_s)
+        asking = self._asking = Asking(asks, self._peer, self._channel, takes, operation, limit_s, request.grant)
         self._core.run(lambda: asks.ask(asking, request))
 
     async def tell(self, request: pb.CompleteRequest) -> bool:

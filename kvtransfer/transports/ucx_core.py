@@ -87,6 +87,8 @@ class UcxCore:
         self.address = b""
         self.info = ""
         self.counters: collections.Counter[str] = collections.Counter()
+        self._ended = asyncio.Event()
+        self._failure = ""
         self._tags = Tags(self.counters)
 
     # ---- on the event loop
@@ -112,6 +114,12 @@ class UcxCore:
         self._submit(self._begin_stop)
         await asyncio.to_thread(thread.join)
         self._sleeper.close()
+
+    async def until_failed(self) -> str:
+        """Until the thread has ended though nobody stopped it: why. What it had begun is never called done after that, because
+        UCX may still touch it."""
+        await self._ended.wait()
+        return self._failure
 
     def open_channel(self) -> int:
         """A number that the tags of one transfer's messages to this worker begin with."""
@@ -194,6 +202,11 @@ class UcxCore:
         """Receive what `probe` found into host memory; the request, which says `completed`. Longer messages are cut."""
         return self._state.worker.tag_recv(Array(memory), ucx.UCXXTag(tag))
 
+    def admit(self, peer: Peer) -> Peer | None:
+        """As `Endpoints.admit`."""
+        admitted: Peer | None = self._state.endpoints.admit(peer, time.monotonic())
+        return admitted
+
     def lost(self, peer: Peer) -> bool:
         """The peer is known dead, or its endpoint has failed."""
         lost: bool = self._state.endpoints.lost(peer)
@@ -233,8 +246,9 @@ class UcxCore:
         try:
             while not state.stopping:
                 self._turn()
-        finally:
             self._end()
+        except BaseException as exc:  # a fault of ours or UCX's that nobody foresaw
+            self._died(f"UCX's thread ended: {exc!r}")
 
     def _turn(self) -> None:
         """Commands, progress, completions; then as long a pause as nothing suffers from."""
@@ -288,16 +302,20 @@ class UcxCore:
     def _prepare(self, peer: Peer) -> None:
         try:
             self._endpoint(peer)
+            self._state.endpoints.trust(peer)
         except TransportError as exc:
             # The first receive meets the same and tells its caller.
             logger.warning("ucx: %s", exc)
 
     def _warm(self, peer: Peer) -> None:
+        self._state.endpoints.trust(peer)
         if peer in self._state.endpoints.peers:
             return
         self._warm_count += 1
         tag = WARM_CHANNEL << CHUNK_BITS | self._warm_count % (1 << CHUNK_BITS)
-        self._post(self._new(peer, np.zeros(WARM_BYTES, np.uint8), tag, WARM_SPIN_S, sending=True))
+        operation = self._new(peer, np.zeros(WARM_BYTES, np.uint8), tag, WARM_SPIN_S, sending=True)
+        operation.message = True
+        self._post(operation)
 
     def _post(self, operation: Operation) -> None:
         state = self._state
@@ -306,6 +324,8 @@ class UcxCore:
             if state.stopping:
                 raise TransportError("closed", "UCX is stopped")
             endpoint = self._endpoint(operation.peer)
+            if not operation.message:
+                state.endpoints.trust(operation.peer)
             if operation.sending:
                 operation.array, operation.endpoint = as_array(operation.memory), endpoint
                 operation.request = endpoint.tag_send(operation.array, ucx.UCXXTag(operation.tag))
@@ -407,6 +427,25 @@ class UcxCore:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(resolve)
+
+    def _died(self, why: str) -> None:
+        """UCX may be in any state, so it is left alone, and so is all memory that it was given. What it was not given ends."""
+        state = self._state
+        logger.critical("ucx: %s", why, exc_info=True)
+        self._failure = why
+        self.counters["thread_ended"] += 1
+        operations, state.operations = state.operations, []
+        for operation in operations:
+            if operation.begun is not None:
+                self._resolve(operation.begun, None)
+            if operation.request is None:
+                self._resolve(operation.done, TransportError("closed", why))
+        _never_freed.append((operations, self._tags.sinking, state.endpoints, state.worker, state.context))
+        if self.guest is not None:
+            self.guest.end()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._ended.set)
 
     def _begin_stop(self) -> None:
         self._state.stopping = True

@@ -3,7 +3,8 @@ peer is dead or when what was given up on them has to end. Only UCX's thread com
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from typing import Any
 
@@ -12,6 +13,10 @@ from kvtransfer.transports.ucx_operation import Operation, Peer, ucx
 
 CLOSE_PERIOD_NS = 100_000_000
 CLOSE_ATTEMPTS = 5
+MAX_STRANGERS = 32
+"""Connections to askers who have proved nothing: enough for peers that err, and all that a flood gets."""
+STRANGER_KEPT_S = 2.0
+"""An answer has left by then."""
 
 
 class Endpoints:
@@ -25,6 +30,8 @@ class Endpoints:
         """To be closed as soon as nobody waits for anything on them."""
         self._reached: set[Peer] = set()
         self._dead: set[str] = set()
+        self._strangers: OrderedDict[Peer, float] = OrderedDict()
+        """By when they were last answered, the longest ago first."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -54,6 +61,25 @@ class Endpoints:
             self._counters["endpoints"] += 1
         return endpoint
 
+    def trust(self, peer: Peer) -> None:
+        """It has proved that it may have an endpoint."""
+        self._strangers.pop(peer, None)
+
+    def admit(self, peer: Peer, now: float) -> Peer | None:
+        """How to reach an asker who has proved nothing; None: not at all, too many were answered just now. One that has a
+        connection is reached by that."""
+        if peer not in self._strangers and self.working(peer) is not None:
+            return peer
+        peer = dataclasses.replace(peer, error_handling=True)  # what does without can cost this process
+        if peer not in self._strangers and len(self._strangers) >= MAX_STRANGERS:
+            oldest, answered_at = next(iter(self._strangers.items()))
+            if now - answered_at < STRANGER_KEPT_S:
+                return None
+            self.drop(oldest)
+        self._strangers[peer] = now
+        self._strangers.move_to_end(peer)
+        return peer
+
     def working(self, peer: Peer) -> Any:
         """The cached endpoint; None when there is none or it has failed."""
         endpoint = self._open.get(peer)
@@ -67,6 +93,8 @@ class Endpoints:
     def drop(self, peer: Peer) -> None:
         """Close an endpoint. With error handling everything on it completes; bounded, progresses UCX meanwhile."""
         endpoint = self._open.pop(peer, None)
+        if self._strangers.pop(peer, None) is not None:
+            self._reached.discard(peer)
         if endpoint is not None:
             self._close(peer, endpoint)
 
@@ -83,13 +111,15 @@ class Endpoints:
     def close_retired(self, operations: Collection[Operation]) -> None:
         """Those on which nothing healthy is left."""
         for entry in list(self._retired):
-            if not any(op.endpoint is entry[1] and not op.cancelled for op in operations):
+            if not any(op.endpoint is entry[1] and not (op.cancelled or op.message) for op in operations):
                 self._retired.remove(entry)
                 self._close(*entry)
 
     def bury(self, incarnation: str) -> None:
         """The process is gone: nothing reaches it any more."""
         self._dead.add(incarnation)
+        for peer in [p for p in self._strangers if p.incarnation == incarnation]:
+            self.drop(peer)
         self._reached = {peer for peer in self._reached if peer.incarnation != incarnation}
         for peer in [p for p in self._open if p.incarnation == incarnation]:
             self.drop(peer)

@@ -58,6 +58,8 @@ class Operation:
     cancelled: bool = False
     endpoint: Any = None
     """What it was posted on."""
+    message: bool = False
+    """No payload of a transfer: no connection that has to end is kept for it."""
 
 
 def as_array(memory: Memory) -> Any:

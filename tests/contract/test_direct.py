@@ -331,9 +331,9 @@ def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     )
     settled: list[Any] = []
     peer = Peer("sender", b"address", error_handling=True)
-    asking = Asking(asks, peer, 7, takes, lambda header, memory, done: settled.append(done), limit_s=1.0)
+    asking = Asking(asks, peer, 7, takes, lambda header, memory, done: settled.append(done), 1.0, pb.TransferGrant())
     for index in range(3):
-        asking._answered(pb.FetchAnswer(header=pb.ChunkHeader(index=index)).SerializeToString())
+        asking._answered(pb.FetchAnswer(header=pb.ChunkHeader(index=index), proof=asking._proof).SerializeToString())
     for landed_at, done in ((0.9, settled[0]), (1.8, settled[1])):
         asks.now = landed_at
         asking.check(landed_at)

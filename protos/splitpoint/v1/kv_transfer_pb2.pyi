@@ -233,14 +233,16 @@ class FetchResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class FetchAnswer(_message.Message):
-    __slots__ = ("header", "error", "soon")
+    __slots__ = ("header", "error", "soon", "proof")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SOON_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     header: ChunkHeader
     error: _common_pb2.ErrorDetail
     soon: bool
-    def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., soon: _Optional[bool] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., soon: _Optional[bool] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("incarnation", "expected_incarnation", "rank")
