@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, ValidationError
 
 from coordinator.routing.auto import COLOCATED, SPLIT, StepTimes
 
@@ -33,6 +33,7 @@ class _Times(BaseModel):
     running_s: NonNegativeFloat
     handover_s: NonNegativeFloat = 0.0
     handover_token_s: NonNegativeFloat = 0.0
+    chunk_tokens: NonNegativeInt = 0
 
 
 class _Paths(BaseModel):

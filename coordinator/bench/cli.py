@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coordinator.bench.auto_cli import auto
 from coordinator.bench.routing_cli import routing
 from coordinator.bench.transfer_cli import transfer
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure a part of the system.")
 app.command()(transfer)
 app.command()(routing)
+app.command()(auto)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record, raw samples included.")]
 

@@ -323,6 +323,7 @@ class RunningChoice:
             case SendPrepare():
                 # Charged already here: from now on this worker is going to have the request.
                 request, tokens = self._legs.prepare(action, remaining_s), prompt_tokens + output_tokens
+                phases.prepare_sent(action.attempt_id, worker.incarnation)
             case SendDecode():
                 request, tokens = self._legs.decode(action, remaining_s), prompt_tokens + output_tokens
                 self._hand_over_charge(worker)

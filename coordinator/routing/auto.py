@@ -31,7 +31,8 @@ class StepTimes:
 
     `first_token_s` and `prompt_token_s`: a prompt's fixed part, and each token that is not cached. `step_s` and `running_s`: a
     decode step alone, and what each further running sequence adds. `handover_s` and `handover_token_s`: what moving a prompt's
-    KV adds between the first token and the second, fixed and per prompt token; 0 where nothing moves.
+    KV adds between the first token and the second, fixed and per prompt token; 0 where nothing moves. `chunk_tokens` of prompts
+    are computed in one step at most, and each step beyond the first adds what a step takes without sequences; 0: all in one.
     """
 
     first_token_s: float
@@ -40,18 +41,23 @@ class StepTimes:
     running_s: float
     handover_s: float = 0.0
     handover_token_s: float = 0.0
+    chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathLoad:
-    """What a path's next worker has before it: prompt tokens queued, sequences that decode, and the share of the decoding
-    engine's time that prompts take (0 where decode has its engine to itself). `beside` sequences decode on the engine that
-    computes the prompt, and share its steps. `cached_tokens` of the prompt should be in that engine's cache."""
+    """What a path's next worker has before it: prompt tokens queued, sequences that decode or soon will, and the share of the
+    decoding engine's time that prompts take (0 where decode has its engine to itself).
+
+    `beside` sequences decode on the engine that computes the prompt and share its steps; prompts take `beside_share` of its time.
+    `cached_tokens` of the prompt should be in that engine's cache.
+    """
 
     queued_tokens: int = 0
     running: int = 0
     prompt_share: float = 0.0
     beside: int = 0
+    beside_share: float = 0.0
     cached_tokens: int = 0
 
 
@@ -85,11 +91,31 @@ class Times:
 
 def predict(times: StepTimes, load: PathLoad, work: Work) -> Times:
     """A path's times for a request that starts now."""
-    uncached_tokens = max(1, work.prompt_tokens - load.cached_tokens)
-    ttft_s = times.first_token_s + times.prompt_token_s * (load.queued_tokens + uncached_tokens) + times.running_s * load.beside
-    step_s = (times.step_s + times.running_s * load.running) / (1.0 - min(load.prompt_share, BUSIEST))
+    tokens = load.queued_tokens + max(1, work.prompt_tokens - load.cached_tokens)
+    steps = -(-tokens // times.chunk_tokens) if times.chunk_tokens else 1
+    # What decodes on the engine shares every step of the prompt.
+    base_s = max(0.0, times.step_s - times.running_s)
+    between_s = base_s * (steps - 1) + times.running_s * load.beside * steps
+    ttft_s = times.first_token_s + times.prompt_token_s * tokens + between_s
+    step_s = _step_s(times, load.running, load.prompt_share)
     handover_s = times.handover_s + times.handover_token_s * work.prompt_tokens
     return Times(ttft_s, step_s + handover_s / max(1, work.output_tokens - 1))
+
+
+def beside_tpot_s(times: StepTimes, load: PathLoad, work: Work) -> float:
+    """What those that decode where this prompt is computed will take between tokens, if their answers are as long as this one; 0
+    where nobody decodes there."""
+    if not load.beside:
+        return 0.0
+    prompt_s = times.prompt_token_s * max(1, work.prompt_tokens - load.cached_tokens)
+    return _step_s(times, load.beside, load.beside_share) + prompt_s / max(1, work.output_tokens - 1)
+
+
+def _step_s(times: StepTimes, running: int, prompt_share: float) -> float:
+    alone_s = times.step_s + times.running_s * running
+    step_s = alone_s / (1.0 - min(prompt_share, BUSIEST))
+    # However many prompts wait, a step holds a chunk of them and no more.
+    return min(step_s, alone_s + times.prompt_token_s * times.chunk_tokens) if times.chunk_tokens else step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +233,11 @@ class AutoPath:
             return made
 
         predicted = {path: self.predicted(path, load, work) for path, load in loads.items()}
-        scores = {path: times.against(objective) for path, times in predicted.items()}
+        # A request that is served well at the cost of those beside it would be followed by others until none is.
+        scores = {
+            path: max(times.against(objective), self._beside(path, loads[path], work) / objective.tpot_s)
+            for path, times in predicted.items()
+        }
         best = min(scores, key=lambda path: scores[path])
         why = PREDICTED
         if len(scores) == 1:
@@ -220,6 +250,9 @@ class AutoPath:
         if draw < self.settings.explore_share:
             best, why = min((p for p in scores if p != best), key=lambda path: scores[path]), EXPLORED
         return decided(best, why)
+
+    def _beside(self, path: str, load: PathLoad, work: Work) -> float:
+        return beside_tpot_s(self.times[path], load, work) * math.exp(self._corrections[path].tpot)
 
     def measured(self, decision: Decision, times: Times) -> None:
         """What came of a decision. A request that failed, or had a single token, says nothing and is not told."""

@@ -42,17 +42,27 @@ class PhaseBook:
     that wait or run beyond this gateway's own."""
 
     _waiting: dict[str, _Leg] = field(default_factory=dict)
+    _preparing: dict[str, Incarnation] = field(default_factory=dict)
     _decoding: dict[str, Incarnation] = field(default_factory=dict)
     _queued_tokens: Counter[Incarnation] = field(default_factory=Counter)
     _queued: Counter[Incarnation] = field(default_factory=Counter)
+    _coming: Counter[Incarnation] = field(default_factory=Counter)
+    """Sequences that will decode on a worker when their prompts are computed, or their KV is there."""
     _running: Counter[Incarnation] = field(default_factory=Counter)
     _computed: defaultdict[Incarnation, _Prompts] = field(default_factory=lambda: defaultdict(_Prompts))
 
     def prompt_sent(self, attempt_id: str, incarnation: Incarnation, uncached_tokens: int, *, decodes: bool) -> None:
         """A leg that computes a prompt; `decodes`: it goes on with the answer."""
         self._waiting[attempt_id] = _Leg(incarnation, uncached_tokens, decodes)
+        if decodes:
+            self._coming[incarnation] += 1
         self._queued_tokens[incarnation] += uncached_tokens
         self._queued[incarnation] += 1
+
+    def prepare_sent(self, attempt_id: str, incarnation: Incarnation) -> None:
+        """A leg that waits for KV, to decode from it soon."""
+        self._preparing[attempt_id] = incarnation
+        self._coming[incarnation] += 1
 
     def decode_sent(self, attempt_id: str, incarnation: Incarnation) -> None:
         """A leg that decodes from KV."""
@@ -74,9 +84,10 @@ class PhaseBook:
         leg = self._waiting.get(attempt_id)
         if leg is not None:
             self._left(attempt_id, leg)
-        incarnation = self._decoding.pop(attempt_id, None)
-        if incarnation is not None:
-            _take(self._running, incarnation, 1)
+        for legs, counts in ((self._decoding, self._running), (self._preparing, self._coming)):
+            incarnation = legs.pop(attempt_id, None)
+            if incarnation is not None:
+                _take(counts, incarnation, 1)
 
     def load(self, route: Route, prompt_token_s: float, now_s: float) -> PathLoad:
         """What a request that takes this route finds; `prompt_token_s`: what a prompt token takes on the decoding engine."""
@@ -84,11 +95,10 @@ class PhaseBook:
         first, last = (route.prefill, route.decode) if isinstance(route, PairRoute) else (route.worker, route.worker)
         return PathLoad(
             queued_tokens=self._queued_by_all(first),
-            running=self._running_by_all(last),
-            prompt_share=self._computed[last.incarnation].faded(now_s) * prompt_token_s / WINDOW_S
-            if last.incarnation in self._computed
-            else 0.0,
+            running=self._running_by_all(last) + self._coming[last.incarnation],
+            prompt_share=self._share(last, prompt_token_s, now_s),
             beside=self._running[first.incarnation] if pair else self._running_by_all(last),
+            beside_share=self._share(first, prompt_token_s, now_s),
             cached_tokens=route.expected_cached_tokens,
         )
 
@@ -100,7 +110,9 @@ class PhaseBook:
     @property
     def idle(self) -> bool:
         """No leg is known."""
-        return not (self._waiting or self._decoding or self._queued_tokens or self._running)
+        legs = (self._waiting, self._preparing, self._decoding)
+        counts = (self._queued_tokens, self._queued, self._coming, self._running)
+        return not any((*legs, *counts))
 
     def _queued_by_all(self, view: WorkerView) -> int:
         """Others' prompts are taken to be as long as ours in the mean."""
@@ -109,6 +121,10 @@ class PhaseBook:
         every, all_tokens = self._queued.total(), self._queued_tokens.total()
         return tokens + (others * all_tokens // every if every else 0)
 
+    def _share(self, view: WorkerView, prompt_token_s: float, now_s: float) -> float:
+        prompts = self._computed.get(view.incarnation)
+        return 0.0 if prompts is None else prompts.faded(now_s) * prompt_token_s / WINDOW_S
+
     def _running_by_all(self, view: WorkerView) -> int:
         return max(self._running[view.incarnation], view.running)
 
@@ -116,6 +132,8 @@ class PhaseBook:
         del self._waiting[attempt_id]
         _take(self._queued_tokens, leg.incarnation, leg.prompt_tokens)
         _take(self._queued, leg.incarnation, 1)
+        if leg.decodes:
+            _take(self._coming, leg.incarnation, 1)
 
 
 def _take(counts: Counter[Incarnation], incarnation: Incarnation, by: int) -> None:

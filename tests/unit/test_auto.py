@@ -22,6 +22,7 @@ from coordinator.routing.auto import (
     StepTimes,
     Times,
     Work,
+    beside_tpot_s,
     predict,
 )
 
@@ -55,6 +56,27 @@ def test_decode_that_prompts_disturb_goes_apart() -> None:
     assert (decided.path, decided.why) == (SPLIT, "predicted")
     short = Work(prompt_tokens=100, output_tokens=2)
     assert auto.decide(short, OBJECTIVE, IDLE, draw=0.5).path == COLOCATED, "nothing pays for the hand-over"
+
+
+def test_a_prompt_in_chunks_waits_for_every_step_and_holds_up_no_step_by_more_than_a_chunk() -> None:
+    times = replace(TIMES[COLOCATED], chunk_tokens=250)
+    load = PathLoad(queued_tokens=500, running=10, beside=10, prompt_share=0.9)
+    found = predict(times, load, WORK)
+    # Six steps of 250 tokens: each has the sequences, five of them a step's own time again.
+    assert found.ttft_s == pytest.approx(0.02 + 1500 * 1e-4 + 5 * (0.01 - 1e-4) + 6 * 10 * 1e-4)
+    assert found.tpot_s == pytest.approx(0.01 + 10 * 1e-4 + 250 * 1e-4)
+
+
+def test_a_request_does_not_take_a_path_on_which_it_spoils_others() -> None:
+    """Alone it would be served well by either, and better colocated."""
+    auto = AutoPath(TIMES, CALM)
+    tight, prompt = Objective(ttft_s=10.0, tpot_s=0.0155), Work(prompt_tokens=1000, output_tokens=11)
+    alone = {SPLIT: PathLoad(), COLOCATED: PathLoad(running=4)}
+    beside = {SPLIT: PathLoad(), COLOCATED: PathLoad(running=4, beside=4)}
+    assert auto.decide(prompt, tight, alone, draw=0.5).path == COLOCATED
+    assert beside_tpot_s(TIMES[COLOCATED], beside[COLOCATED], prompt) == pytest.approx(0.01 + 4e-4 + 0.1 / 10)
+    assert AutoPath(TIMES, CALM).decide(prompt, tight, beside, draw=0.5).path == SPLIT
+    assert beside_tpot_s(TIMES[SPLIT], beside[SPLIT], prompt) == 0
 
 
 def test_the_objective_that_is_further_from_being_met_decides() -> None:

@@ -101,10 +101,13 @@ def test_a_prompt_waits_until_its_first_token_and_decodes_until_its_leg_is_over(
     book = PhaseBook()
     book.prompt_sent("a", P.incarnation, 300, decodes=False)
     book.prompt_sent("b", D.incarnation, 200, decodes=True)
-    assert book.load(PAIR, 0.0, 1.0) == PathLoad(queued_tokens=300, cached_tokens=16)
-    assert book.load(SOLO, 0.0, 1.0) == PathLoad(queued_tokens=200)
+    book.prepare_sent("a/d", D.incarnation)
+    # Whoever waits for a prompt or for its KV is going to decode as well.
+    assert book.load(PAIR, 0.0, 1.0) == PathLoad(queued_tokens=300, running=2, cached_tokens=16)
+    assert book.load(SOLO, 0.0, 1.0) == PathLoad(queued_tokens=200, running=2)
     book.computed("a", 1.0)
     book.over("a")
+    book.over("a/d")
     book.decode_sent("c", D.incarnation)
     book.computed("b", 1.0)
     book.computed("b", 2.0)
@@ -140,7 +143,7 @@ def test_other_gateways_show_by_heartbeats() -> None:
     assert load == PathLoad(queued_tokens=900, running=7)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["prompt", "solo", "decode", "computed", "over"]))))
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["prompt", "solo", "prepare", "decode", "computed", "over"]))))
 def test_whatever_is_told_nothing_is_left_when_all_is_over(told: list[tuple[int, str]]) -> None:
     book, sent = PhaseBook(), set()
     for number, (attempt, what) in enumerate(told):
@@ -153,6 +156,8 @@ def test_whatever_is_told_nothing_is_left_when_all_is_over(told: list[tuple[int,
             sent.add(name)
             if what == "decode":
                 book.decode_sent(name, D.incarnation)
+            elif what == "prepare":
+                book.prepare_sent(name, D.incarnation)
             else:
                 book.prompt_sent(name, D.incarnation, 10, decodes=what == "solo")
         load = book.load(SOLO, 0.0, float(number))

@@ -17,7 +17,7 @@ from coordinator.compare.workload import SALT_TOKENS, PlannedRequest
 from engine.config import EngineSettings, KvEngineConfig, SimulatedSettings
 from engine.protocol import EngineDeadError, EngineOutput, EngineRequest, KvReceive, KvSend
 from engine.sampling import SamplingParams
-from engine.simulated import SimulatedEngine
+from engine.simulated import Clock, SimulatedEngine
 from kvtransfer.config import KvTransferSettings
 from protos.ids import Incarnation, TransferId
 from protos.splitpoint.v1 import kv_transfer_pb2
@@ -151,12 +151,17 @@ class Colocated:
 
 
 class Split:
-    """One prefill engine and one decode engine: the first token comes from prefill, the KV crosses the link, decode goes on."""
+    """One prefill engine and one decode engine: the first token comes from prefill, the KV crosses the link, decode goes on.
 
-    def __init__(self, clocks: Sequence[ArmClock], *, speed: float, chunk_tokens: int) -> None:
+    `settings` are of both engines, where they are not those of the proof.
+    """
+
+    def __init__(
+        self, clocks: Sequence[Clock], *, speed: float, chunk_tokens: int, settings: EngineSettings | None = None
+    ) -> None:
         prefill_clock, decode_clock = clocks
         self.link = Link(speed)
-        settings = engine_settings(speed, chunk_tokens)
+        settings = settings or engine_settings(speed, chunk_tokens)
         kv = KvEngineConfig(
             settings=KvTransferSettings(),
             incarnation=Incarnation("proof"),
