@@ -68,7 +68,7 @@ def serve(settings: Settings, console: Console, *, ready_file: Path | None = Non
             # Ray's init takes SIGTERM for itself.
             stop.install()
             _check_cluster(settings, cluster, console)
-            handle = _start_coordinator(settings, record, cluster)
+            handle = _start_coordinator(settings, record, cluster, console)
             try:
                 status = _wait_ready(handle, settings, console, stop)
                 if status is not None:
@@ -221,7 +221,7 @@ def _check_ports(settings: Settings) -> None:
                     raise LaunchError(message) from error
 
 
-def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster: Cluster) -> Any:
+def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster: Cluster, console: Console) -> Any:
     import ray
 
     from coordinator.pools.ray_coordinator import COORDINATOR_NAME, CoordinatorActor
@@ -238,8 +238,28 @@ def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster
     }
     try:
         return ray.remote(CoordinatorActor).options(**options).remote(spec)
-    except ValueError as error:
-        raise LaunchError(f"a coordinator runs already in this Ray cluster: {error}") from error
+    except ValueError:  # the name is taken
+        return _taken_up(ray.get_actor(COORDINATOR_NAME, namespace=NAMESPACE), settings, console)
+
+
+def _taken_up(handle: Any, settings: Settings, console: Console) -> Any:
+    """A system that outlived its launcher, on a cluster that was only joined: this launcher's from now on, if it is the same one.
+
+    Raises:
+        LaunchError: it runs with another configuration, or does not answer.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        theirs: Settings = ray.get(handle.settings.remote(), timeout=_CALL_TIMEOUT_S)
+    except RayError as error:
+        raise LaunchError(f"a coordinator runs already in this Ray cluster and does not answer: {error}") from error
+    if theirs != settings:
+        changed = ", ".join(name for name in type(settings).model_fields if getattr(theirs, name) != getattr(settings, name))
+        raise LaunchError(f"a system runs already in this Ray cluster, with another configuration ({changed})")
+    console.print("taking up the system that runs already")
+    return handle
 
 
 def _wait_ready(handle: Any, settings: Settings, console: Console, stop: _Stop) -> admin_pb2.GetStatusResponse | None:

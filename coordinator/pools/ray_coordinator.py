@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from coordinator.config import served_model_name
+from coordinator.config import Settings, served_model_name
 from coordinator.pools import admin
 from coordinator.pools.autoscale_sampler import Heard
 from coordinator.pools.autoscaler import Autoscaler
@@ -359,6 +359,10 @@ class CoordinatorActor:
         backoff = self._fleet.backoff.get(target.name, Backoff())
         engine = self._pools.present.settings.pools[target.name].engine
         return admin.pool_status(target, engine, views, backoff.failures, self._fleet.failures.get(target.name, ""))
+
+    async def settings(self) -> Settings:
+        """What it was started with."""
+        return self._spec.settings
 
     async def faults(self) -> list[str]:
         """Why gateways cannot start, and which addresses lead nowhere, one line each."""

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from coordinator.config import load
+from coordinator.config import Settings, load
+from coordinator.launch import LaunchError, _taken_up
 from protos.ids import WorkerId
 from protos.splitpoint.v1 import admin_pb2
 
@@ -82,3 +83,38 @@ def test_a_slow_answer_of_the_coordinator_does_not_end_the_start(monkeypatch: py
     with launch._signals() as stop:
         found = launch._wait_ready(handle, load(environment={}), Console(file=io.StringIO()), stop)
     assert found == ready
+
+
+class TestTakingUp:
+    """A coordinator that outlived its launcher."""
+
+    def take_up(self, monkeypatch: pytest.MonkeyPatch, theirs: Settings | Exception, said: io.StringIO) -> object:
+        import ray
+
+        def get(question: str, timeout: float) -> Settings:
+            assert question == "settings"
+            if isinstance(theirs, Exception):
+                raise theirs
+            return theirs
+
+        monkeypatch.setattr(ray, "get", get)
+        handle = SimpleNamespace(settings=SimpleNamespace(remote=lambda: "settings"))
+        return _taken_up(handle, load(environment={}), Console(file=said)) is handle
+
+    def test_one_with_the_same_configuration_is_taken_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        said = io.StringIO()
+        assert self.take_up(monkeypatch, load(environment={}), said)
+        assert "taking up" in said.getvalue()
+
+    def test_one_with_another_configuration_is_left_alone_and_the_difference_is_named(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        theirs = load(sets=["gateway.http_port=1", "engine.max_num_seqs=7"], environment={})
+        with pytest.raises(LaunchError, match=r"another configuration \(engine, gateway\)"):
+            self.take_up(monkeypatch, theirs, io.StringIO())
+
+    def test_one_that_does_not_answer_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ray.exceptions import GetTimeoutError
+
+        with pytest.raises(LaunchError, match="does not answer"):
+            self.take_up(monkeypatch, GetTimeoutError("late"), io.StringIO())

@@ -6,13 +6,15 @@ One cluster for the module, because starting Ray twice costs half of the time; t
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from protos.splitpoint.v1 import admin_pb2
 from tests.e2e.parity import COLOCATED, SPLITS, ask, assert_same, assert_took, reset_caches
 from tests.e2e.streams import References, Stream
 from tests.e2e.system import ROOT, Served, end, start, until
@@ -141,6 +143,28 @@ def test_a_partition_of_five_seconds_heals_without_a_restart(nodes: TwoNodes, si
     assert _incarnations(simulated) == before
 
 
+def test_a_killed_launcher_is_followed_by_one_that_takes_the_system_up(nodes: TwoNodes, simulated: Served) -> None:
+    before = _incarnations(simulated)
+    first = simulated.process
+    first.kill()
+    first.wait(10)
+    assert ask(simulated, tuple(range(100, 200)), {"max_tokens": 4}, COLOCATED).token_ids, "nobody who serves noticed"
+    command = [str(word) for word in first.args]  # type: ignore[union-attr]
+    environment = {**os.environ, **nodes.environment}
+    other = [*command, "--set=engine.max_num_seqs=7"]
+    refused = subprocess.run(other, env=environment, cwd=ROOT, capture_output=True, timeout=60)
+    assert refused.returncode == 1
+    assert b"another configuration (engine)" in refused.stdout + refused.stderr
+    ready = simulated.state_dir / "ready.json"
+    ready.unlink(missing_ok=True)
+    with simulated.output.open("wb") as out:
+        simulated.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+    until("taken up", lambda: ready.is_file() or simulated.process.poll() is not None, 60)
+    assert "taking up" in simulated.output.read_text()
+    assert json.loads(ready.read_text())["gateways"][0]["http"] == simulated.http
+    assert _incarnations(simulated) == before
+
+
 def test_a_longer_one_ends_in_replacement_and_every_request_ends_by_its_deadline(nodes: TwoNodes, simulated: Served) -> None:
     before = _incarnations(simulated)
     (lost,) = [i for i, worker in simulated.workers().items() if worker.address.startswith(address(OTHER))]
@@ -156,4 +180,3 @@ def test_a_longer_one_ends_in_replacement_and_every_request_ends_by_its_deadline
     assert ask(simulated, tuple(prompts[0]), {"max_tokens": 4}, SPLITS[0]).token_ids
     nodes.heal()
     until("idle", simulated.idle, 30)
-    assert simulated.admin_call("GetStatus", admin_pb2.GetStatusRequest()).workers
