@@ -224,7 +224,8 @@ def _check_ports(settings: Settings) -> None:
 def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster: Cluster, console: Console) -> Any:
     import ray
 
-    from coordinator.pools.ray_coordinator import COORDINATOR_NAME, CoordinatorActor
+    from coordinator.pools.ray_coordinator import CoordinatorActor
+    from coordinator.pools.ray_find import COORDINATOR_NAME
     from coordinator.pools.reports import CoordinatorSpec
 
     spec = CoordinatorSpec(run_id=record.run_id, settings=settings, num_gpus=cluster.num_gpus, manifest=record)

@@ -66,12 +66,11 @@ from protos.splitpoint.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
 
-COORDINATOR_NAME = "coordinator"
 _CALL_TIMEOUT_S = 5.0
 
 
 class CoordinatorActor:
-    """Made by `coordinator.launch` as `COORDINATOR_NAME`. All methods run on the actor's one event loop."""
+    """Made by `coordinator.launch` under the name that `ray_find` knows. All methods run on the actor's one event loop."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
         log_to(spec.log_dir / "coordinator.log", spec.settings.log_format)

@@ -18,6 +18,7 @@ from coordinator.pools import admin
 from coordinator.pools.gateway_process import GatewayProcess
 from coordinator.pools.process import log_to
 from coordinator.pools.ray_cluster import HEAD, NAMESPACE
+from coordinator.pools.ray_find import Finder
 from coordinator.pools.reports import GatewayReport
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import admin_pb2
@@ -25,9 +26,9 @@ from protos.splitpoint.v1 import admin_pb2
 log = logging.getLogger(__name__)
 
 GATEWAY_PREFIX = "gateway/"
-_COORDINATOR = "coordinator"
 _WATCH_S = 1.0
 _CALL_TIMEOUT_S = 5.0
+_finder = Finder()
 T = TypeVar("T")
 
 
@@ -53,7 +54,7 @@ class GatewayActor:
 
 async def poll_membership(epoch: str, version: int) -> MembershipSnapshot:
     """One long poll of the coordinator. Raises whatever Ray raises; the caller keeps its last known good."""
-    handle = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
+    handle = await _finder.find(_CALL_TIMEOUT_S)
     reference: Any = handle.watch_membership.remote(epoch, version, _WATCH_S)
     # Not `wait_for`: it swallows a cancellation that comes together with the answer.
     async with asyncio.timeout(_WATCH_S + _CALL_TIMEOUT_S):
@@ -98,7 +99,7 @@ class CoordinatorBackend:
 async def _ask(call: Any, timeout_s: float | None = _CALL_TIMEOUT_S) -> Any:
     """Raises `SplitpointError`: the coordinator's own, or that it does not answer."""
     try:
-        handle = await asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE)
+        handle = await _finder.find(_CALL_TIMEOUT_S)
         return await asyncio.wait_for(call(handle), timeout_s)
     except RayTaskError as error:
         cause = error.cause

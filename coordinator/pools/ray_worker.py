@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from coordinator.pools.process import log_to, use_cores
-from coordinator.pools.ray_cluster import NAMESPACE
+from coordinator.pools.ray_find import Finder
 from coordinator.pools.ray_nodes import process_tree
 from coordinator.pools.ray_placement import this_node
 from coordinator.pools.reports import Beat, WorkerFacts, WorkerSpec
@@ -18,7 +18,6 @@ from coordinator.pools.worker_process import Host, WorkerProcess
 from coordinator.routing.views import Role
 
 _PUSH_TIMEOUT_S = 3.0
-_COORDINATOR = "coordinator"
 
 
 class WorkerActor:
@@ -81,20 +80,14 @@ class Pusher:
 
     def __init__(self) -> None:
         self._handle: Any = None
-        self._finding: asyncio.Task[Any] | None = None
+        self._finder = Finder()
 
     async def push(self, beat: Beat) -> bool:
         """False: end yourself. Raises `ConnectionError` when the coordinator is away."""
         try:
             if self._handle is None:
-                self._handle = await self._find()
+                self._handle = await self._finder.find(_PUSH_TIMEOUT_S)
             return bool(await asyncio.wait_for(self._handle.heartbeat.remote(beat), _PUSH_TIMEOUT_S))
         except (RayError, ValueError, TimeoutError) as error:
             self._handle = None
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
-
-    async def _find(self) -> Any:
-        """Ray's answer waits as long as the GCS is away, on a thread: one at most, and nobody waits for it for ever."""
-        if self._finding is None or self._finding.done():
-            self._finding = asyncio.create_task(asyncio.to_thread(ray.get_actor, _COORDINATOR, NAMESPACE))
-        return await asyncio.wait_for(asyncio.shield(self._finding), _PUSH_TIMEOUT_S)

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -43,7 +42,6 @@ class TwoNodes:
         self._relay = relay
         self._folder = folder
         self._temp_dir = Path(tempfile.mkdtemp(prefix="sp2-", dir="/tmp"))  # a socket's path holds 107 characters
-        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.address = f"{address(HEAD)}:6379"
         self.environment: Mapping[str, str] = {
             "RAY_AUTH_MODE": "token",
@@ -58,6 +56,8 @@ class TwoNodes:
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "1000",
             "RAY_health_check_failure_threshold": "10",
+            "RAY_gcs_storage": "rocksdb",
+            "RAY_gcs_storage_path": str(self._temp_dir / "gcs"),
         }
 
     def on(self, index: int) -> list[str]:
@@ -67,21 +67,39 @@ class TwoNodes:
     def start(self, index: int) -> None:
         """Start the node's Ray; returns when it runs."""
         command = [*self.on(index), sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address(index)}"]
-        command += ["--num-cpus=2", "--object-store-memory=104857600", "--disable-usage-stats", "--block"]
+        command += ["--num-cpus=2", "--object-store-memory=104857600", "--disable-usage-stats"]
         if index == HEAD:
             command += ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self._temp_dir}"]
         else:
             command += [f"--address={self.address}"]
         output = self._folder / f"ray-{index}.out"
         with output.open("wb") as out:
-            node = self._nodes[index] = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **self.environment}
+            started = subprocess.run(
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **self.environment}, timeout=START_TIMEOUT_S
             )
-        until_s = time.monotonic() + START_TIMEOUT_S
-        while "Ray runtime started" not in output.read_text():
-            assert node.poll() is None, output.read_text()
-            assert time.monotonic() < until_s, f"Ray on node {index} has not started: {output.read_text()}"
-            time.sleep(0.1)
+        assert started.returncode == 0, output.read_text()
+
+    @contextlib.contextmanager
+    def without_gcs(self) -> Iterator[None]:
+        """The head's GCS is killed for the length of the block; then the same command starts it again."""
+        (gcs,) = [process for process in self._processes() if process.name() == "gcs_server"]
+        command, environment = gcs.cmdline(), gcs.environ()
+        gcs.kill()
+        gcs.wait(10)
+        try:
+            yield
+        finally:
+            subprocess.Popen([*self.on(HEAD), *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def _processes(self) -> list[psutil.Process]:
+        """All of Ray on both nodes: each names the directory of this cluster in its command or is a child of one that does."""
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if any(str(self._temp_dir) in word for word in process.cmdline()):
+                    found[process.pid] = process
+                    found.update((child.pid, child) for child in process.children(recursive=True))
+        return list(found.values())
 
     def cut(self) -> None:
         """From now on no packet passes between the nodes."""
@@ -98,22 +116,16 @@ class TwoNodes:
 
     def close(self) -> None:
         """End Ray on both nodes; what does not end is killed."""
-        family = [p for node in self._nodes.values() if node.poll() is None for p in _family(node.pid)]
-        for node in self._nodes.values():
-            node.terminate()
+        family = self._processes()
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
         _, alive = psutil.wait_procs(family, timeout=10)
         for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(alive, timeout=10)
-        for node in self._nodes.values():
-            node.wait(10)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
 
 
 @contextlib.contextmanager
