@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coordinator.config import Settings, load
 from coordinator.launch import LaunchError, _taken_up
+from coordinator.pools.store import Store
 from protos.ids import WorkerId
 from protos.splitpoint.v1 import admin_pb2
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 GATEWAY = WorkerId("gateway/0")
 
 
-async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its process lives on, so Ray sees no death: a port that was taken for a moment would keep it down for ever."""
     pytest.importorskip("ray")
     from ray.exceptions import RayTaskError
@@ -42,13 +43,17 @@ async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pyte
     monkeypatch.setattr(ray_gateways, "create_gateway", create)
     monkeypatch.setattr(ray_gateways, "restart_gateway", restarted.append)
     settings = SimpleNamespace(coordinator=SimpleNamespace(gateways=1))
-    gateways = ray_gateways.Gateways(SimpleNamespace(settings=settings, log_dir=Path(".")), pause_s=0.0)  # type: ignore[arg-type]
+    spec = SimpleNamespace(settings=settings, log_dir=tmp_path)
+    store = Store(tmp_path / "state.sqlite3")
+    store.begin_run("run", {})
+    gateways = ray_gateways.Gateways(spec, store, pause_s=0.0)  # type: ignore[arg-type]
     for faults, reports in (([GATEWAY], {}), ([], {GATEWAY: "serves"})):
         gateways.keep()
         await asyncio.gather(*gateways._asking.values())
         assert list(gateways.faults) == faults
         assert gateways.reports == reports
         assert gateways._asking == {}
+    store.close()
     assert restarted == [GATEWAY]
 
 
