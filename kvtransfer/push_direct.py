@@ -100,16 +100,20 @@ class DirectPush:
             except asyncio.CancelledError:
                 answers.error(SplitpointError(Code.WORKER_LOST, STOPS))  # or nobody listens: then it is thrown away
                 raise
-            finally:
-                self._waiting.pop(key, None)
-                self._settled()
             answers.run(lambda: self._begin(request, lease, answers, deadline))
 
         if key in self._waiting:
             self._settled()
             answers.error(rt.refused("fetch_again", "this transfer is being asked for already; a capability is used once"))
             return
-        self._waiting[key] = rt.tasks.spawn(f"ask {request.grant.transfer_id.hex()}", run())
+        task = self._waiting[key] = rt.tasks.spawn(f"ask {request.grant.transfer_id.hex()}", run())
+
+        # Not by the task itself: one that is cancelled before its first step does nothing.
+        def over(_: object) -> None:
+            del self._waiting[key]
+            self._settled()
+
+        task.add_done_callback(over)
 
     def _settled(self) -> None:
         with self._rt.lock:

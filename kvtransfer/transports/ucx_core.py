@@ -441,11 +441,11 @@ class UcxCore:
             if operation.request is None:
                 self._resolve(operation.done, TransportError("closed", why))
         _never_freed.append((operations, self._tags.sinking, state.endpoints, state.worker, state.context))
-        if self.guest is not None:
-            self.guest.end()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._ended.set)
+        if self.guest is not None:
+            self.guest.end()
 
     def _begin_stop(self) -> None:
         self._state.stopping = True

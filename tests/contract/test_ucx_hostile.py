@@ -31,7 +31,7 @@ pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
 from kvtransfer.transports import ucx_channels
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.ucx import UcxTransport, WorkerAddress
-from kvtransfer.transports.ucx_asks import ASK_TAG
+from kvtransfer.transports.ucx_asks import ASK_TAG, COMPLETE_TAG
 from kvtransfer.transports.ucx_core import CHUNK_BITS, Peer, UcxCore
 from kvtransfer.transports.ucx_endpoints import MAX_STRANGERS, STRANGER_KEPT_S, Endpoints
 from tests.contract.test_ucx import Rig, begin, pattern
@@ -85,7 +85,8 @@ class Flood:
         (self._peer,) = [p for p in core._state.endpoints.peers if p.incarnation == self._sender.endpoint.incarnation]
         self._address = WorkerAddress(core.address, channel=77).encode()
 
-    def send(self, count: int) -> None:
+    def send(self, count: int, *, and_leave: bool = False) -> None:
+        """`and_leave`: each asker says at once that it wants nothing."""
         for number in range(count):
             request = pb.FetchRequest(
                 grant=pb.TransferGrant(transfer_id=new_transfer_id(), capability=new_capability()),
@@ -96,6 +97,8 @@ class Flood:
                 remaining_s=5.0,
             )
             say(self._core, self._peer, ASK_TAG, request)
+            if and_leave:
+                say(self._core, self._peer, COMPLETE_TAG, pb.CompleteRequest(grant=request.grant, outcome="cancelled"))
 
 
 async def test_a_flood_of_asks_that_no_lease_knows_makes_few_connections(pair: NodePair) -> None:
@@ -103,7 +106,7 @@ async def test_a_flood_of_asks_that_no_lease_knows_makes_few_connections(pair: N
     sender = pair.senders[0]
     connections, descriptors = sender.counters()["ucx.endpoints"], len(os.listdir("/proc/self/fd"))
     Flood(pair).send(FLOOD)
-    await until(lambda: sender.counters()["ucx.asks"] == FLOOD + 1, 20)
+    await until(lambda: sender.counters().get("ucx.asks", 0) == FLOOD + 1, 20)
     await until(lambda: sender.counters().get("refused.unknown", 0) + sender.counters().get("refused.pending", 0) == FLOOD, 20)
     # Whoever is known is answered, after everybody before it.
     error = await error_of(pair.transfer(40, "ucx").pull())
@@ -147,6 +150,22 @@ async def test_a_flood_of_asks_is_refused_while_the_nodes_loop_stands_still() ->
         finally:
             go_on.set()
         await complete(pair.transfer(40, "ucx"))
+        await pair.settled()
+
+
+async def test_askers_that_leave_before_the_loop_looks_take_nobodys_place() -> None:
+    async with NodePair(settings=small_settings(**SETTINGS, max_pending_fetches=PENDING)) as pair:
+        await complete(pair.transfer(40, "ucx"))
+        sender = pair.senders[0]
+        go_on = hold_loop(sender)
+        try:
+            Flood(pair).send(PENDING, and_leave=True)
+            await until(lambda: sender.counters().get("completed_directly", 0) == PENDING + 1, 20)
+        finally:
+            go_on.set()
+        await until(lambda: len(sender._rt.tasks) == 0, 20)
+        error = await error_of(pair.transfer(40, "ucx").pull())
+        assert "nothing was reserved" in error.message
         await pair.settled()
 
 
@@ -257,7 +276,7 @@ async def test_a_transfer_that_was_delivered_before_the_loop_looked_is_no_refusa
     go_on = hold_loop(sender)
     try:
         await transfer.pull()
-        await until(lambda: sender.counters()["lease.delivered"] == 2, 15)
+        await until(lambda: sender.counters().get("lease.delivered", 0) == 2, 15)
     finally:
         go_on.set()
     assert_scattered(transfer)
