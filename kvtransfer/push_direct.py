@@ -294,8 +294,9 @@ class DirectSend:
                 return  # delivered all the same; or whoever ended it has said so
             _, actions = rt.leases.release(lease.transfer_id, failure.reason, rt.now())
         rt.metrics.event("lost_after_the_last_chunk")
-        rt.follow_from_engine(lease.transfer_id, actions)
+        # Before what ends the sending may say less: whoever guards it may not have seen yet that all was sent.
         self._answers.error(rt.remember(SplitpointError(Code.TRANSFER_FAILED, f"{failure.reason}: {failure}")))
+        rt.follow_from_engine(lease.transfer_id, actions)
 
     def _end(self, failure: BaseException | None) -> None:
         if self._over:
