@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from coordinator.compare.notes import ABOVE, BELOW
 from coordinator.compare.stats import knee
 
 STEP = 1.5
@@ -36,6 +37,25 @@ def next_rate(
     below = max(rate for rate, attainment in tried.items() if attainment >= level)
     above = min((rate for rate, attainment in tried.items() if rate > below), default=below * STEP)
     return math.sqrt(below * above)
+
+
+def further_rate(rates_per_s: Sequence[float], whys: Sequence[str]) -> float | None:
+    """One more rate, as far from the outer ones as these from their neighbours, on the side where a knee was missed; None where
+    none was. `whys` says of each arm why it has no knee, "" where it has one.
+
+    Without it seeds whose knees happen to lie far out would drop out, and those that stay are a chosen sample.
+
+    Raises:
+        ValueError: fewer than two rates.
+    """
+    if len(rates_per_s) < 2:
+        raise ValueError("a further rate needs two")
+    rates = sorted(rates_per_s)
+    if any(why.startswith(BELOW) for why in whys):
+        return rates[0] ** 2 / rates[1]
+    if any(why.startswith(ABOVE) for why in whys):
+        return rates[-1] ** 2 / rates[-2]
+    return None
 
 
 def found(tried: Mapping[float, float], requests: int, level: float = LEVEL) -> float | None:

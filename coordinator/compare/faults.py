@@ -137,8 +137,11 @@ def inspect(probes: Sequence[Probe], workloads: Sequence[Workload], arms: Sequen
         own = [probe for probe in probes if probe.path == path and not probe.void]
         if not own:
             continue
-        lowest = min(probe.rate_per_s for probe in own)
-        calm = [probe for probe in own if probe.rate_per_s == lowest]
+        # Seeds may have further rates of their own.
+        lowest: dict[int, float] = {}
+        for probe in own:
+            lowest[probe.seed] = min(probe.rate_per_s, lowest.get(probe.seed, math.inf))
+        calm = [probe for probe in own if probe.rate_per_s == lowest[probe.seed]]
         outcomes = [outcome for probe in calm for outcome in probe.outcomes]
         found.append(lossy(path, sum(bool(outcome.failure) for outcome in outcomes), len(outcomes)))
         answered = [(probe, outcome) for probe in own for outcome in probe.outcomes if not outcome.failure]

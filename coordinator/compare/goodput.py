@@ -37,6 +37,12 @@ def seed_knees(probes: Sequence[Probe], seed: int, slo: Slo, arms: Sequence[str]
     return entry
 
 
+def missed(probes: Sequence[Probe], seed: int, slo: Slo, arms: Sequence[str]) -> list[str]:
+    """Why each arm, and either half of the baseline (the first of `arms`), has no goodput on this seed; "" where it has."""
+    entry = seed_knees(probes, seed, slo, arms)
+    return [entry[name]["why"] for name in (*arms, arms[0] + FIRST, arms[0] + SECOND)]
+
+
 def ratios(knees: Sequence[dict[str, Any]], over: str, under: str) -> list[float]:
     """log(over / under) of each seed that has both: a bound is not a measurement."""
     pairs = [(entry[over]["rate_per_s"], entry[under]["rate_per_s"]) for entry in knees]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from coordinator.compare.faults import LATE_CLIENT, inspect
+from coordinator.compare.faults import LATE_CLIENT, Fault, inspect
 from coordinator.compare.goodput import floor, ratios, seed_knees
 from coordinator.compare.load import (
     PATHS,
@@ -56,7 +56,11 @@ Say = Callable[[str, float], None]
 
 
 class ComparisonError(Exception):
-    """The system cannot be compared; the text says why."""
+    """The system cannot be compared; the text says why. `fault` is what of the method is to blame, where that is known."""
+
+    def __init__(self, text: str, fault: Fault | None = None) -> None:
+        super().__init__(text)
+        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)

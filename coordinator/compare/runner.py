@@ -14,7 +14,8 @@ from dataclasses import replace
 from coordinator.compare import bracket, judged
 from coordinator.compare.blocks import Turn, schedule
 from coordinator.compare.experiment import Experiment
-from coordinator.compare.goodput import seed_knees
+from coordinator.compare.faults import late_client
+from coordinator.compare.goodput import missed, seed_knees
 from coordinator.compare.load import Probe
 from coordinator.compare.prober import Prober
 from coordinator.compare.record import ArmRecord, Record, TuningStep, utc_now
@@ -27,6 +28,8 @@ from coordinator.compare.workload import TUNING_SEEDS_FROM
 
 TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until a seed has been measured."""
+FURTHER_RATES = 2
+"""A seed has at most so many rates more than were planned, of every arm, where an arm's knee lies beyond those."""
 UNLOADED_SHARE = 0.1
 """Of the rate where the search begins by itself."""
 OUT_OF_TIME = "out of time"
@@ -181,10 +184,13 @@ class _Run:
         best = max(arm.tried, key=lambda candidate: statistics.fmean(arm.tried[candidate]))
         if not any(arm.tried[best]):
             near = max(arm.tuning, key=lambda step: (not step.void, step.attainment))
+            late = late_client(sum(bool(step.void) for step in arm.tuning), len(arm.tuning))
             raise ComparisonError(
                 f"{name}: no knee within {experiment.search_steps} rates; "
                 + (near.void or f"at best {near.attainment:.0%} meet the objective")
                 + f", at {near.rate_per_s:.3g} requests/s ({near.candidate}): change the slo or start_rate_per_s"
+                + (f"; {late.text}" if late is not None else ""),
+                late,
             )
         self._choose(arm, best)
         arm.tuning = [replace(step, chosen=step.candidate == best) for step in arm.tuning]
@@ -242,11 +248,23 @@ class _Run:
         order = self._names[first:] + self._names[:first]
         turns = schedule(order, [seed], record.rates_per_s, by_seed=experiment.takes_turns)
         probes: list[Probe] = []
-        for number, turn in enumerate(turns):
-            share = min(1.0, (place + number / len(turns)) / of)
-            left_s = expected_s * max(0.0, of - place - number / len(turns))
-            text = f"seed {seed}, {turn.arm} at {turn.rate_per_s:.3g} requests/s"
-            probes += await self._prober.send(turn, text, share=share, left_s=left_s, index=len(record.probes) + len(probes))
+
+        async def take(turns: Sequence[Turn], further: bool) -> None:
+            for number, turn in enumerate(turns):
+                done = 1.0 if further else number / len(turns)
+                share, left_s = min(1.0, (place + done) / of), expected_s * max(0.0, of - place - done)
+                text = f"seed {seed}, {turn.arm} at {turn.rate_per_s:.3g} requests/s"
+                index = len(record.probes) + len(probes)
+                probes.extend(await self._prober.send(turn, text, share=share, left_s=left_s, index=index))
+
+        await take(turns, further=False)
+        rates = list(record.rates_per_s)
+        for _ in range(FURTHER_RATES):
+            rate = bracket.further_rate(rates, missed(probes, seed, record.slo, self._names))
+            if rate is None:
+                break
+            rates.append(rate)
+            await take(schedule(order, [seed], [rate]), further=True)
         # All at once: a seed that was cut short leaves nothing.
         record.probes += probes
         sent = self._workloads(seed, experiment.requests)

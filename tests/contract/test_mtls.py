@@ -224,7 +224,7 @@ async def test_a_gateway_and_a_worker_of_one_authority_serve_requests(ours: Auth
         assert worker.server.ranks is not None
         (rank,) = await worker.server.ranks.status()
         assert rank.leases == 0
-        assert await probe.answers(view_of(worker), 10, ours.tls())
+        assert await probe.probe(view_of(worker), 10, ours.tls()) is probe.Answer.WORKER
 
 
 @wrong_ones
@@ -240,7 +240,7 @@ async def test_a_worker_takes_no_gateway_but_those_of_its_authority(ours: Author
             await until(lambda: bool(ended), 20)
             assert ended[0].failed.code == Code.WORKER_LOST
             assert not client.connected
-        assert not await probe.answers(view_of(worker), 2, tls)
+        assert await probe.probe(view_of(worker), 2, tls) is probe.Answer.HOST
         async with client_of(worker, ours.tls()) as client:
             await until(lambda: client.connected, 20)
 

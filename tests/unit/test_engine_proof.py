@@ -21,6 +21,7 @@ from coordinator.compare.proof.engine_cells import CELLS, FAULTS, TRUTHS, result
 from coordinator.compare.proof.engine_experiment import TURN_S, plan
 from coordinator.compare.proof.engine_record import EngineProof, EngineProofError, criteria, prove
 from coordinator.compare.proof.engine_table import show
+from coordinator.compare.proof.engine_table import truths as table
 from coordinator.compare.proof.engine_truth import Truth
 from coordinator.compare.proof.engine_world import EngineCell, pool_name, workload, world
 from coordinator.compare.proof.virtual_time import Hang, VirtualLoop, run_virtual
@@ -172,17 +173,29 @@ class TestCounts:
         "low": 0.98,
         "high": 1.02,
         "faults": [],
+        "chosen": ["chunk 32", "chunk 32"],
     }
 
     def test_rows_are_counted(self) -> None:
         wrong = {**self.ROW, "verdict": "split", "low": 1.06, "high": 1.2, "faults": [{"kind": "stall", "text": "t"}]}
-        found = result(TRUTHS[0], [self.ROW, self.ROW, wrong], Truth(1.0, 0.999, 1.001, 30, 1.0))
+        found = result(TRUTHS[0], [self.ROW, self.ROW, wrong], {"chunk 32": Truth(1.0, 0.999, 1.001, 30, 1.0)})
         assert found.covered is not None
         assert (found.covered.count, found.wrong.count, found.verdicts["split"].count) == (2, 1, 1)
         assert found.alarms is not None
         assert found.alarms.count == 1
         assert found.right is not None
         assert found.right.count == 2
+
+    def test_an_experiment_is_about_the_candidate_that_it_chose(self) -> None:
+        other = {**self.ROW, "chosen": ["chunk 32", "chunk 8192"]}
+        truths = {"chunk 32": Truth(1.0, 0.999, 1.001, 30, 1.0), "chunk 8192": Truth(1.1, 1.09, 1.11, 30, 1.1)}
+        found = result(TRUTHS[-1], [self.ROW, other, {**self.ROW, "chosen": ["chunk 32", "chunk 12"]}], truths)
+        assert found.covered is not None
+        assert (found.covered.count, found.covered.of) == (1, 3)
+        assert found.right is None, "one is equivalent, the other split"
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(table([found], 3))
+        assert "chunk 8192: 1.100 (1.090 to 1.110)" in console.export_text()
 
     @pytest.mark.parametrize(
         ("truth", "nominal", "real"),

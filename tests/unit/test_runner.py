@@ -15,6 +15,7 @@ import pytest
 from coordinator.compare import bracket, judged, prober, runner
 from coordinator.compare.blocks import schedule
 from coordinator.compare.experiment import Experiment, ExperimentError, check, digest, read
+from coordinator.compare.faults import LATE_CLIENT
 from coordinator.compare.load import ArmTarget, Piece, Probe, RequestFailedError, run_probe
 from coordinator.compare.merge import MergeError, merge, other_system
 from coordinator.compare.proof.virtual_time import run_virtual
@@ -287,8 +288,35 @@ def test_a_rate_that_cannot_be_sent_on_time_is_not_tried_again_while_tuning(monk
     ]
     assert record.judgement.verdict is Verdict.SPLIT
     late_from(0.1)
-    with pytest.raises(ComparisonError, match="colocated: no knee within 8 rates; the client fell behind, at"):
+    with pytest.raises(ComparisonError, match=r"no knee within 8 rates; the client fell behind, at .* probes are void") as ended:
         measure(experiment())
+    assert ended.value.fault is not None
+    assert ended.value.fault.kind == LATE_CLIENT
+
+
+def test_a_seed_whose_knees_lie_beyond_the_rates_is_measured_at_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bracket, "rates_around", lambda knees, count, spread: (14.0, 18.2, 23.7, 30.8))
+    record = measure(experiment(looks=[3])).record
+    # The knees lie near 19 and 34.
+    assert {entry[arm]["why"] for entry in record.knees for arm in ("colocated", "split")} == {""}
+    rates = sorted({round(probe.rate_per_s, 1) for probe in record.probes})
+    assert rates[:4] == [14.0, 18.2, 23.7, 30.8]
+    assert rates[4:] == [40.0]
+    for entry in record.knees:
+        own = [probe for probe in record.probes if probe.seed == entry["seed"]]
+        places = {(probe.rate_per_s, probe.path, probe.half) for probe in own}
+        assert len(places) == len(own) == 4 * len({probe.rate_per_s for probe in own}), "of both arms, in both halves"
+    assert record.rates_per_s == [14.0, 18.2, 23.7, 30.8]
+
+
+def test_a_further_rate_lies_where_a_knee_was_missed() -> None:
+    below, above = "below the lowest rate tried (2/s)", "above the highest rate tried (4/s)"
+    assert bracket.further_rate([2.0, 4.0], ["", ""]) is None
+    assert bracket.further_rate([4.0, 2.0], ["", below]) == pytest.approx(1.0)
+    assert bracket.further_rate([2.0, 3.0, 4.5], [above, ""]) == pytest.approx(6.75)
+    assert bracket.further_rate([2.0, 4.0], ["not measured"]) is None
+    with pytest.raises(ValueError, match="needs two"):
+        bracket.further_rate([2.0], [below])
 
 
 def test_the_first_arm_of_a_block_changes_from_seed_to_seed(usual: Ran) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def row(name: str, seed: int) -> dict[str, Any]:
             "verdict": Verdict.UNDECIDED.value,
             "without": Verdict.UNDECIDED.value,
             "reason": str(error),
-            "faults": [],
+            "faults": [] if error.fault is None else [{"kind": error.fault.kind, "text": error.fault.text}],
         }
     return {
         "seed": seed,
@@ -88,12 +88,13 @@ def row(name: str, seed: int) -> dict[str, Any]:
 class Result:
     """What the rows of one cell come to.
 
-    `truth`, `covered`, `right` and `alarms` are None where a fault is planted, `caught` where none is. `right` is None on the
+    `truths` are by the second arm's candidate, empty where a fault is planted; `covered`, `right` and `alarms` are None there,
+    `caught` where none is. `right` is None on the
     margin too, where no verdict is true. `alarms` are experiments in which a fault was named: none is there.
     """
 
     cell: EngineCell
-    truth: Truth | None
+    truths: dict[str, Truth]
     experiments: int
     half_width: float | None
     covered: Share | None
@@ -107,8 +108,9 @@ class Result:
     example: str
 
 
-def result(cell: EngineCell, rows: Sequence[dict[str, Any]], truth: Truth | None) -> Result:
-    """Count the rows of a cell.
+def result(cell: EngineCell, rows: Sequence[dict[str, Any]], truths: Mapping[str, Truth]) -> Result:
+    """Count the rows of a cell. `truths` are by the second arm's candidate, none where a fault is planted: an experiment is about
+    the arms as it tuned them.
 
     Raises:
         ValueError: no rows.
@@ -116,25 +118,28 @@ def result(cell: EngineCell, rows: Sequence[dict[str, Any]], truth: Truth | None
     count = len(rows)
     if not count:
         raise ValueError(f"{cell.name}: no experiment was made")
-    bounds = [(each["low"], each["high"]) for each in rows if each.get("low") is not None]
-    widths = sorted(math.log(high / low) / 2 for low, high in bounds)
-    real = None if truth is None else true_verdict(truth, cell.nominal)
+    bounds = [(each["low"], each["high"], truths.get(each["chosen"][-1])) for each in rows if each.get("low") is not None]
+    widths = sorted(math.log(high / low) / 2 for low, high, _ in bounds)
+    reals = {true_verdict(each, cell.nominal) for each in truths.values()}
+    # One verdict is true of the cell only where it is of every candidate that may be chosen.
+    real = reals.pop() if len(reals) == 1 else None
     claims = [Verdict(each["verdict"]) for each in rows]
     alone = [Verdict(each["without"]) for each in rows]
     named = [fault["text"] for each in rows for fault in each["faults"] if fault["kind"] == cell.fault]
     caught = sum(any(fault["kind"] == cell.fault for fault in each["faults"]) for each in rows)
     return Result(
         cell=cell,
-        truth=truth,
+        truths=dict(truths),
         experiments=count,
         half_width=widths[len(widths) // 2] if widths else None,
         covered=None
-        if truth is None or not bounds
-        else Share(count=sum(low <= truth.ratio <= high for low, high in bounds), of=len(bounds)),
+        if not truths or not bounds
+        # A candidate without a truth of its own is seldom chosen, and counts as missed.
+        else Share(count=sum(own is not None and low <= own.ratio <= high for low, high, own in bounds), of=len(bounds)),
         verdicts={verdict.value: Share(count=claims.count(verdict), of=count) for verdict in Verdict},
         without={verdict.value: Share(count=alone.count(verdict), of=count) for verdict in Verdict},
         unfit=Share(count=sum(each["reason"].startswith("rig unfit") for each in rows), of=count),
-        wrong=Share(count=0 if truth is None else sum(c is not Verdict.UNDECIDED and c is not real for c in claims), of=count),
+        wrong=Share(count=0 if not truths else sum(c is not Verdict.UNDECIDED and c is not real for c in claims), of=count),
         right=None if real is None else Share(count=claims.count(real), of=count),
         caught=Share(count=caught, of=count) if cell.fault else None,
         alarms=None if cell.fault else Share(count=sum(bool(each["faults"]) for each in rows), of=count),

@@ -13,6 +13,7 @@ from coordinator.compare.proof.engine_world import (
     REQUESTS,
     SLO,
     EngineCell,
+    candidate_name,
     pool_name,
     workload,
     world,
@@ -53,7 +54,7 @@ def plan(cell: EngineCell, seed: int) -> Experiment:
 
     def arm(name: str, path: str) -> Arm:
         return Arm.model_validate(
-            {"path": path, "candidates": {f"chunk {n}": Candidate(pools=(pool_name(name, n),)) for n in cell.chunks(name)}}
+            {"path": path, "candidates": {candidate_name(n): Candidate(pools=(pool_name(name, n),)) for n in cell.chunks(name)}}
         )
 
     return Experiment.model_validate(

@@ -15,13 +15,13 @@ from typing import Any
 
 from coordinator.compare.proof.cells import Share
 from coordinator.compare.proof.engine_cells import CELLS, TRUTHS, Result, result, row
-from coordinator.compare.proof.engine_truth import RATES, SEEDS, Truth, arrays, long_run, truth
-from coordinator.compare.proof.engine_world import REQUESTS, SLO
+from coordinator.compare.proof.engine_truth import RATES, SEEDS, TUNED, Truth, arrays, long_run, truth
+from coordinator.compare.proof.engine_world import BASELINE, REQUESTS, SLO, candidate_name
 from coordinator.compare.record import write_text
 from coordinator.compare.stats import CONFIDENCE
 from coordinator.compare.verdict import MARGIN, Verdict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MOST_FALSE = 0.05
 LEAST_CAUGHT = 0.95
 BATCH = 4
@@ -36,18 +36,19 @@ class EngineProofError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class EngineProof:
-    """`rows` are the experiments by cell, `truths` what long runs found. `wall_s` adds up over all runs of the command."""
+    """`rows` are the experiments by cell, `truths` what long runs found, by cell and the second arm's candidate. `wall_s` adds up
+    over all runs of the command."""
 
     seed: int
     experiments: int
     wall_s: float = 0.0
-    truths: dict[str, Truth] = field(default_factory=dict)
+    truths: dict[str, dict[str, Truth]] = field(default_factory=dict)
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def results(self) -> list[Result]:
         """Of the cells that are whole."""
         whole = [cell for cell in CELLS.values() if len(self.rows.get(cell.name, [])) >= self.experiments]
-        return [result(cell, self.rows[cell.name], self.truths.get(cell.name)) for cell in whole]
+        return [result(cell, self.rows[cell.name], self.truths.get(cell.name, {})) for cell in whole]
 
     @property
     def missing(self) -> list[str]:
@@ -68,7 +69,7 @@ class EngineProof:
             "long_runs": {"seeds": SEEDS, "rates_per_s": list(RATES)},
             "criteria": dict(criteria(self)) if self.rows else {},
             "missing": self.missing,
-            "truths": {name: dataclasses.asdict(found) for name, found in self.truths.items()},
+            "truths": _plain(self.truths),
             "cells": [_plain(each) for each in self.results()],
             "rows": self.rows,
         }
@@ -92,8 +93,15 @@ def prove(
     with _mapping(processes) as mapped:
         if not proof.truths:
             told("long runs", 0.0)
-            found = {kind: arrays(list(mapped(long_run, [kind] * SEEDS, range(SEEDS)))) for kind in ("colocated", "split")}
-            proof.truths = {cell.name: truth(found["colocated"], found[cell.kind], cell.speed) for cell in TRUTHS}
+            runs = {
+                (kind, chunk): arrays(list(mapped(long_run, [kind] * SEEDS, [chunk] * SEEDS, range(SEEDS))))
+                for kind, chunks in TUNED.items()
+                for chunk in chunks
+            }
+            base = runs[BASELINE, TUNED[BASELINE][0]]
+            for cell in TRUTHS:
+                own = {chunk: truth(base, runs[cell.kind, chunk], cell.speed) for chunk in TUNED[cell.kind]}
+                proof.truths[cell.name] = {candidate_name(chunk): found for chunk, found in own.items()}
             _keep(proof, path, before_s + time.perf_counter() - began)
         for number, name in enumerate(wanted):
             told(name, number / len(wanted))
@@ -110,7 +118,7 @@ def prove(
 def criteria(proof: EngineProof) -> list[tuple[str, bool]]:
     """What must hold, and whether it does, of the cells that were run."""
     found = proof.results()
-    truths = [each for each in found if each.truth is not None]
+    truths = [each for each in found if each.truths]
     faulty = [each for each in found if each.caught is not None]
     alike = [each for each in truths if each.cell.nominal == 1]
     false = [each.verdicts[Verdict.SPLIT].count + each.verdicts[Verdict.COLOCATE].count for each in alike]
@@ -155,7 +163,7 @@ def _begun(path: Path | None, experiments: int, seed: int) -> EngineProof:
             seed=seed,
             experiments=experiments,
             wall_s=said["wall_s"],
-            truths={name: Truth(**one) for name, one in said["truths"].items()},
+            truths={cell: {name: Truth(**one) for name, one in own.items()} for cell, own in said["truths"].items()},
             rows=said["rows"],
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -8,6 +8,7 @@ from rich.table import Table
 from coordinator.compare.proof.cells import Share
 from coordinator.compare.proof.engine_cells import Result
 from coordinator.compare.proof.engine_record import EngineProof, criteria
+from coordinator.compare.proof.engine_truth import Truth
 from coordinator.compare.verdict import Verdict
 
 
@@ -30,11 +31,11 @@ def truths(found: list[Result], experiments: int) -> Table:
         title=f"The verdict through simulated engines, {experiments} experiments a cell", title_justify="left",
     )  # fmt: skip
     for each in found:
-        if each.truth is None or each.alarms is None:
+        if not each.truths or each.alarms is None:
             continue
         table.add_row(
             each.cell.name,
-            f"{each.truth.ratio:.3f} ({each.truth.low:.3f} to {each.truth.high:.3f})",
+            "\n".join(_true(name, found, alone=len(each.truths) == 1) for name, found in each.truths.items()),
             "-" if each.half_width is None else f"{each.half_width:.1%}",
             "-" if each.covered is None else _counted(each.covered),
             *(_share(each.verdicts[verdict.value]) for verdict in Verdict),
@@ -56,6 +57,11 @@ def planted(found: list[Result]) -> Table:
         if each.caught is not None:
             table.add_row(each.cell.name, _counted(each.caught), _said(each.verdicts), _said(each.without), each.example)
     return table
+
+
+def _true(name: str, found: Truth, *, alone: bool) -> str:
+    text = f"{found.ratio:.3f} ({found.low:.3f} to {found.high:.3f})"
+    return text if alone else f"{name}: {text}"
 
 
 def _said(shares: dict[str, Share]) -> str:

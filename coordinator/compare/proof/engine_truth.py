@@ -24,7 +24,8 @@ Floats = npt.NDArray[np.float64]
 FIRST_SEED = 50_000_000
 SEEDS = 96
 RATES = (2.0, 2.3, 2.6, 3.0, 3.4, 3.9, 4.4, 5.0, 5.7, 6.5)
-TUNED = {"colocated": 32, "split": 8192}
+TUNED = {"colocated": (32,), "split": (32, 8192)}
+"""Token budgets that tuning may find best: for two colocated engines one is, for a prefill and a decode engine either."""
 SURE = 0.99
 
 
@@ -43,16 +44,16 @@ class Truth:
     pooled: float
 
 
-def long_run(kind: str, seed: int) -> list[list[tuple[float, float]]]:
-    """(TTFT, TPOT) in seconds of every judged request at every one of `RATES`, of one workload."""
-    return run_virtual(_long_run(kind, FIRST_SEED + seed), TURN_S)
+def long_run(kind: str, chunk: int, seed: int) -> list[list[tuple[float, float]]]:
+    """(TTFT, TPOT) in seconds of every judged request at every one of `RATES`, of one workload and token budget."""
+    return run_virtual(_long_run(kind, chunk, FIRST_SEED + seed), TURN_S)
 
 
-async def _long_run(kind: str, seed: int) -> list[list[tuple[float, float]]]:
+async def _long_run(kind: str, chunk: int, seed: int) -> list[list[tuple[float, float]]]:
     cell = EngineCell(name="truth", kind="split" if kind == "split" else "colocated")
     made = world(cell, seed)
     arm = CHALLENGER if kind == "split" else BASELINE
-    made.client.know(arm, ArmTarget(arm, (pool_name(arm, TUNED[kind]),)))
+    made.client.know(arm, ArmTarget(arm, (pool_name(arm, chunk),)))
     found = []
     async with made.client:
         for number, rate in enumerate(RATES):

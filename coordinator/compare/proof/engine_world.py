@@ -23,8 +23,8 @@ PROMPT_TOKENS = (16, 128)
 OUTPUT_TOKENS = (3, 8)
 DEFAULT_CHUNK = 8192
 CHUNKS = (12, 32, DEFAULT_CHUNK)
-"""Token budgets of a step that are tried. The best of colocated engines is 32, the others are a fifth below it or more; a prefill
-engine has no decode to hold up, and the default is its best."""
+"""Token budgets of a step that are tried. The best of colocated engines is 32, the others are a fifth below it or more; for a
+prefill and a decode engine 32 and the default are near each other, and which is found best is luck."""
 MACHINE_SPREAD, MACHINE_KEEPS_S = 0.01, 300.0
 """Of what both arms' machine does to all durations, as a deviation of the log."""
 ARM_SPREAD, ARM_KEEPS_S = 0.005, 60.0
@@ -65,6 +65,11 @@ class EngineCell:
 def pool_name(arm: str, chunk: int) -> str:
     """Of the engines that serve an arm's candidate."""
     return f"{arm}-{chunk}"
+
+
+def candidate_name(chunk: int) -> str:
+    """Of an arm's configuration with this token budget."""
+    return f"chunk {chunk}"
 
 
 @dataclass(frozen=True, slots=True)
