@@ -231,6 +231,22 @@ class TestLongRuns:
         assert found.low <= 1.21 <= found.high or found.ratio == pytest.approx(1.21, rel=0.01)
 
 
+def test_the_committed_record_says_what_its_rows_say() -> None:
+    """And the page says which criterion fails."""
+    folder = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+    record = json.loads((folder / "verdict-proof-engine.json").read_text())
+    truths = {cell: {name: Truth(**one) for name, one in own.items()} for cell, own in record["truths"].items()}
+    proof = EngineProof(seed=record["seed"], experiments=record["experiments"], truths=truths, rows=record["rows"])
+    assert proof.missing == []
+    assert dict(criteria(proof)) == record["criteria"]
+    failed = [text for text, held in record["criteria"].items() if not held]
+    assert failed == ["in every cell the 99 % interval of the coverage contains 95%"]
+    covered = {cell["cell"]["name"]: cell["covered"] for cell in record["cells"] if cell["covered"]}
+    assert [name for name, share in covered.items() if share["high"] < 0.95] == ["prefill and decode"]
+    said = (folder / "verdict-proof.md").read_text()
+    assert f"holds its truth {covered['prefill and decode']['count']} times of 20" in said
+
+
 def test_the_command_names_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["proof", "--engine", "--cell", "nonsense"]) == 2
     assert "prefill and decode" in capsys.readouterr().err
