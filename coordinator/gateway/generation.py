@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from coordinator.gateway.api import Finished, Submission, Tokens
-from coordinator.gateway.ledger import LedgerRecorder, Window
+from coordinator.gateway.ledger import LedgerRecorder, Window, log_fields
 from coordinator.gateway.legs import LegBuilder
 from coordinator.gateway.prompt_route import PromptRoute
+from coordinator.gateway.unread import Unread
 from coordinator.request import Request
 from coordinator.request_actions import (
     AbortLeg,
@@ -57,8 +58,6 @@ from protos.splitpoint.v1 import common_pb2, worker_pb2
 if TYPE_CHECKING:
     from coordinator.gateway.core import GatewayCore
 
-MAX_UNREAD_EVENTS = 64
-"""Beyond it new tokens join the last unread event, so that a slow client costs its tokens and no more."""
 log = structlog.get_logger(__name__)
 
 
@@ -98,8 +97,7 @@ class RunningChoice:
         self._charges: dict[AttemptId, tuple[Incarnation, int]] = {}
         self._events: deque[Event] = deque()
         self._handling = False
-        self._unread: deque[Tokens | Finished | SplitpointError] = deque()
-        self._reader: asyncio.Future[None] | None = None
+        self._unread = Unread()
         self._timer: asyncio.TimerHandle | None = None
         self._started = False
         self._arrived_s = 0.0
@@ -120,9 +118,8 @@ class RunningChoice:
                 while not self._unread:
                     if self._request.state in TERMINAL:
                         return
-                    self._reader = asyncio.get_running_loop().create_future()
-                    await self._reader
-                item = self._unread.popleft()
+                    await self._unread.wait()
+                item = self._unread.take()
                 if isinstance(item, SplitpointError):
                     raise item
                 yield item
@@ -218,9 +215,9 @@ class RunningChoice:
         for attempt_id, (incarnation, _) in list(self._charges.items()):
             self._abort(attempt_id, incarnation, "gateway_fault")
         self._stop_timer()
-        self._unread.append(error)
+        self._unread.put(error)
         self._core.ended(self)
-        self._wake()
+        self._unread.wake()
 
     def _stamp(self, event: Event) -> None:
         """The ledger's and routing's view of a worker's report, before the machine changes state."""
@@ -263,10 +260,10 @@ class RunningChoice:
             case ChooseRoute():
                 self._choose(action)
             case Finish():
-                self._unread.append(Finished(finish_reason=action.finish_reason, matched_token_id=action.matched_token_id))
+                self._unread.put(Finished(finish_reason=action.finish_reason, matched_token_id=action.matched_token_id))
                 self._end("ok", "")
             case Fail():
-                self._unread.append(action.error)
+                self._unread.put(action.error)
                 self._end("error", action.error.code.value)
             case Ended():
                 self._unread.clear()
@@ -363,20 +360,15 @@ class RunningChoice:
         if self._ledger.last_token_s is not None:
             self._core.metrics.token_gap(path, now_s - self._ledger.last_token_s)
         self._ledger.emitted(now_s, len(action.token_ids))
-        tokens = Tokens(
-            token_ids=list(action.token_ids),
-            logprobs=list(action.logprobs) or None,
-            prompt_logprobs=list(action.prompt_logprobs) or None,
-            cached_tokens=action.cached_tokens,
+        self._unread.put(
+            Tokens(
+                token_ids=list(action.token_ids),
+                logprobs=list(action.logprobs) or None,
+                prompt_logprobs=list(action.prompt_logprobs) or None,
+                cached_tokens=action.cached_tokens,
+            )
         )
-        last = self._unread[-1] if len(self._unread) >= MAX_UNREAD_EVENTS else None
-        if isinstance(last, Tokens):
-            last.token_ids.extend(tokens.token_ids)
-            if last.logprobs is not None and tokens.logprobs is not None:
-                last.logprobs.extend(tokens.logprobs)
-        else:
-            self._unread.append(tokens)
-        self._wake()
+        self._unread.wake()
 
     def _note(self, action: Note) -> None:
         match action.name:
@@ -425,27 +417,16 @@ class RunningChoice:
             output_tokens=self._request.tokens_sent,
         )
         self._core.pool_loads.ended(self.prompt_pool, self.output_pool, message, status, self._request.tokens_sent)
-        _log_end(self._log, message, status=status, error_type=error_type, output_tokens=self._request.tokens_sent)
-        self._wake()
+        self._log.info(
+            "request_finished",
+            status=status,
+            error_type=error_type,
+            output_tokens=self._request.tokens_sent,
+            **log_fields(message),
+        )
+        self._unread.wake()
 
     def _stop_timer(self) -> None:
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
-def _log_end(
-    bound: structlog.typing.FilteringBoundLogger,
-    ledger: common_pb2.StageLedger,
-    *,
-    status: str,
-    error_type: str,
-    output_tokens: int,
-) -> None:
-    fields = {field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields}
-    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
-    bound.info("request_finished", status=status, error_type=error_type, output_tokens=output_tokens, **rounded)

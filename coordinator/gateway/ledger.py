@@ -218,3 +218,9 @@ class LedgerRecorder:
 def _first(*stamps: float | None) -> float:
     """The first stamp that was set; the last always is."""
     return next(stamp for stamp in stamps if stamp is not None)
+
+
+def log_fields(ledger: common_pb2.StageLedger) -> dict[str, object]:
+    """Every field of a ledger by its name, seconds to the microsecond, for a log line."""
+    fields = {field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.gateway.api import Tokens
-from coordinator.gateway.generation import MAX_UNREAD_EVENTS
+from coordinator.gateway.unread import MAX_UNREAD_EVENTS
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code
