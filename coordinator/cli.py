@@ -58,7 +58,8 @@ def serve(
     print_config: Annotated[bool, typer.Option(help="Print the resolved configuration as JSON and exit.")] = False,
 ) -> None:
     """Start prefill and decode workers and a gateway; stay in the foreground until Ctrl-C."""
-    from coordinator.config import ConfigError, load
+    from coordinator.config import load
+    from coordinator.config_layers import ConfigError
 
     try:
         settings = load(config, sets or ())
@@ -103,7 +104,8 @@ def manifest(admin: Admin = DEFAULT_ADMIN) -> None:
 @app.command()
 def doctor(config: ConfigFile = None, sets: Sets = None, as_json: AsJson = False) -> None:
     """What is installed, which transports are really used, GPU and RDMA or not, ports, memory; and what to do."""
-    from coordinator.config import ConfigError, load
+    from coordinator.config import load
+    from coordinator.config_layers import ConfigError
     from coordinator.doctor import Level, examine, record, table, worst
     from coordinator.doctor_probes import gather
 

@@ -14,18 +14,16 @@ the working directory of the process that loads the file.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import tomllib
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from coordinator import path_model
+from coordinator.config_layers import ConfigError, fault_lines, given, layers, merge, parse_sizes, paths
 from coordinator.gateway.config import GatewaySettings
 from coordinator.pools.autoscale_policy import AutoscalePolicy
 from coordinator.pools.config import PlacementSettings
@@ -36,16 +34,6 @@ from engine.worker.config import WorkerSettings
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.tls import TlsSettings
 from prefill.config import PrefillSettings
-
-ENV_PREFIX = "SPLITPOINT__"
-
-
-class ConfigError(ValueError):
-    """The configuration is refused. `problems` has one line per fault, each naming its path and where it was given."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
 
 
 class PoolSettings(BaseModel):
@@ -171,7 +159,7 @@ class Settings(BaseModel):
             try:
                 self.engine_of(name)
             except ValidationError as error:
-                problems.extend(_problems(error, EngineSettings, f"pools.{name}.engine.", {}))
+                problems.extend(fault_lines(error, EngineSettings, f"pools.{name}.engine.", {}))
             else:
                 if "kind" in pool.engine or "model_path" in pool.engine or "served_model_name" in pool.engine:
                     problems.append(f"pools.{name}.engine: kind, model_path and served_model_name are the same for all pools")
@@ -189,7 +177,7 @@ class Settings(BaseModel):
         try:
             return Settings.model_validate({**parts, "pools": dict(pools)})
         except ValidationError as error:
-            raise ConfigError(_problems(error, Settings, "", {})) from error
+            raise ConfigError(fault_lines(error, Settings, "", {})) from error
 
     def engine_of(self, pool: str) -> EngineSettings:
         """The engine settings of one pool's workers: the common ones with the pool's overrides.
@@ -199,7 +187,7 @@ class Settings(BaseModel):
             ValidationError: an override is refused.
         """
         overrides = dict(self.pools[pool].engine)
-        merged = _merge(self.engine.model_dump(), overrides)
+        merged = merge(self.engine.model_dump(), overrides)
         return EngineSettings.model_validate(merged)
 
 
@@ -250,19 +238,19 @@ def load(
     tree: dict[str, Any] = {}
     # Pools that a file names replace the default ones; single fields given elsewhere change them.
     default_pools = {name: pool.model_dump(mode="json") for name, pool in _default_pools().items()}
-    for origin, layer in _layers(file, sets, os.environ if environment is None else environment):
-        for path in _paths(layer):
+    for origin, layer in layers(file, sets, os.environ if environment is None else environment):
+        for path in paths(layer):
             origins[path] = origin
         if origin != str(file):
             tree.setdefault("pools", default_pools)
-        tree = _merge(tree, layer)
-    tree = _parse_sizes(tree, "", origins)
+        tree = merge(tree, layer)
+    tree = parse_sizes(tree, "", origins)
     try:
         settings = Settings.model_validate(tree)
     except ConfigError:
         raise
     except ValidationError as error:
-        raise ConfigError(_problems(error, Settings, "", origins)) from error
+        raise ConfigError(fault_lines(error, Settings, "", origins)) from error
     engine = settings.engine.model_copy(update={"model_path": settings.engine.model_path.expanduser().absolute()})
     coordinator = settings.coordinator.model_copy(update={"state_dir": settings.coordinator.state_dir.expanduser().absolute()})
     return settings.model_copy(update={"engine": engine, "coordinator": coordinator, "gateway": _with_model(settings, origins)})
@@ -277,7 +265,7 @@ def _with_model(settings: Settings, origins: Mapping[str, str]) -> GatewaySettin
     try:
         path_model.read(file)
     except path_model.PathModelError as error:
-        raise ConfigError([f"gateway.auto.model_file: {error}{_given(origins, 'gateway.auto.model_file')}"]) from error
+        raise ConfigError([f"gateway.auto.model_file: {error}{given(origins, 'gateway.auto.model_file')}"]) from error
     return gateway.model_copy(update={"auto": gateway.auto.model_copy(update={"model_file": file})})
 
 
@@ -287,145 +275,16 @@ def load_pools(file: Path) -> tuple[dict[str, PoolSettings], list[str]]:
     Raises:
         ConfigError: unreadable file, no pools, or a bad key or value of one.
     """
-    ((origin, tree),) = _layers(file, (), {})
+    ((origin, tree),) = layers(file, (), {})
     tables = tree.get("pools")
     if not isinstance(tables, Mapping) or not tables:
         raise ConfigError([f"{file}: no pools: write one table [pools.NAME] for each"])
     pools, problems = {}, []
-    for name, table in _parse_sizes(tables, "pools.", {}).items():
+    for name, table in parse_sizes(tables, "pools.", {}).items():
         try:
             pools[name] = PoolSettings.model_validate(table)
         except ValidationError as error:
-            problems += [f"{line} (from {origin})" for line in _problems(error, PoolSettings, f"pools.{name}.", {})]
+            problems += [f"{line} (from {origin})" for line in fault_lines(error, PoolSettings, f"pools.{name}.", {})]
     if problems:
         raise ConfigError(problems)
     return pools, sorted(tree.keys() - {"pools"})
-
-
-def parse_bytes(text: str) -> int:
-    """`"256MiB"`, `"1.5 GB"`, `"4096"` in bytes. Binary units have an i; others are powers of 1000.
-
-    Raises:
-        ValueError: not a size, or not a whole number of bytes.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text)
-    if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text!r} is not a byte size such as 256MiB, 1GB or 4096")
-    power = " KMGT".index(match[2] or " ")
-    value = float(match[1]) * (1024 if match[3] else 1000) ** power
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number of bytes")
-    return int(value)
-
-
-def _layers(file: Path | None, sets: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Lowest precedence first."""
-    if file is not None:
-        try:
-            yield str(file), tomllib.loads(file.read_text())
-        except OSError as error:
-            raise ConfigError([f"{file}: {error.strerror}"]) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{file}: not TOML: {error}"]) from error
-    for key, text in sorted(environment.items()):
-        if key.startswith(ENV_PREFIX):
-            parts = [part.lower() for part in key[len(ENV_PREFIX) :].split("__")]
-            if not all(parts):
-                raise ConfigError([f"environment {key}: an empty part; write {ENV_PREFIX}A__B"])
-            yield f"environment {key}", _nest(parts, _value(text))
-    for item in sets:
-        path, equals, text = item.partition("=")
-        parts = path.strip().split(".")
-        if not equals or not all(parts):
-            raise ConfigError([f"--set {item}: write path=value, for example engine.max_num_seqs=32"])
-        yield f"--set {item}", _nest(parts, _value(text))
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _nest(parts: Sequence[str], value: Any) -> dict[str, Any]:
-    for part in reversed(parts):
-        value = {part: value}
-    return value
-
-
-def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        yield path
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{path}.")
-
-
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-def _parse_sizes(tree: Mapping[str, Any], prefix: str, origins: Mapping[str, str]) -> dict[str, Any]:
-    parsed: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            parsed[key] = _parse_sizes(value, f"{path}.", origins)
-        elif key.endswith("_bytes") and isinstance(value, str):
-            try:
-                parsed[key] = parse_bytes(value)
-            except ValueError as error:
-                raise ConfigError([f"{path}: {error}{_given(origins, path)}"]) from error
-        else:
-            parsed[key] = value
-    return parsed
-
-
-def _problems(error: ValidationError, model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> list[str]:
-    """One line per fault: path, what is wrong, where it was given."""
-    lines: list[str] = []
-    for fault in error.errors():
-        cause = fault.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            lines.extend(line + _given(origins, line.partition(": ")[0]) for line in cause.problems)
-            continue
-        loc = [str(part) for part in fault["loc"]]
-        path = prefix + ".".join(loc)
-        if fault["type"] == "extra_forbidden":
-            known = _known_keys(model, loc[:-1])
-            near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-            lines.append(f"{path}: unknown key, {hint}{_given(origins, path)}")
-        else:
-            shown = "" if fault["type"] in ("missing", "value_error") else f", got {fault['input']!r}"
-            message = fault["msg"].removeprefix("Value error, ")
-            lines.append(f"{path or 'configuration'}: {message}{shown}{_given(origins, path)}")
-    return lines
-
-
-def _given(origins: Mapping[str, str], path: str) -> str:
-    """Where `path`, or the closest table above it, was given."""
-    while path:
-        if path in origins:
-            return f" ({origins[path]})"
-        path = path.rpartition(".")[0]
-    return ""
-
-
-def _known_keys(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
-    """The field names of the model at `loc` below `model`."""
-    current: Any = model
-    for part in loc:
-        if isinstance(current, type) and issubclass(current, BaseModel):
-            current = current.model_fields[part].annotation
-            if isinstance(current, types.UnionType):
-                current = next((a for a in get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)
-        else:
-            # A table of tables (`pools`): the part is its free key.
-            current = next((a for a in get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)
-    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []

@@ -74,7 +74,8 @@ def apply(
 ) -> None:
     """Replace the whole set of pools. Workers whose engine arguments agree change their role as they run; others are drained,
     and their successors started."""
-    from coordinator.config import ConfigError, load_pools
+    from coordinator.config import load_pools
+    from coordinator.config_layers import ConfigError
     from coordinator.pools.admin import pool_specs
     from protos.splitpoint.v1 import admin_pb2
 

@@ -204,7 +204,7 @@ def _weights(config: dict[str, Any] | None, parameters: str | None, weight_forma
 
 
 def _bytes(option: str, text: str) -> int:
-    from coordinator.config import parse_bytes
+    from coordinator.config_layers import parse_bytes
 
     try:
         return parse_bytes(text)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from coordinator.config import ConfigError, PoolSettings, Settings
+from coordinator.config import PoolSettings, Settings
+from coordinator.config_layers import ConfigError
 from coordinator.pools.records import PoolTarget
 from coordinator.routing.views import Role
 from engine.config import EngineSettings

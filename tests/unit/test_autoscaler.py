@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import ConfigError, Settings, load
+from coordinator.config import Settings, load
+from coordinator.config_layers import ConfigError
 from coordinator.gateway.latencies import bucket_of
 from coordinator.gateway.pool_loads import PoolLoad
 from coordinator.pools.autoscale_policy import AutoscalePolicy

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import ConfigError, Settings, gateway_port, load, parse_bytes
+from coordinator.config import Settings, gateway_port, load
+from coordinator.config_layers import ConfigError, parse_bytes
 from coordinator.routing.views import Role
 
 REPOSITORY = Path(__file__).resolve().parents[2]

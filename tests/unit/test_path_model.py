@@ -11,7 +11,8 @@ import pytest
 from coordinator.compare.breakeven.files import to_json as map_to_json
 from coordinator.compare.breakeven.map import Axes, BreakEvenMap, Point
 from coordinator.compare.breakeven.model import Coefficients, Fit, Layout, Model
-from coordinator.config import ConfigError, load
+from coordinator.config import load
+from coordinator.config_layers import ConfigError
 from coordinator.path_model import PathModelError, read, to_json
 from coordinator.routing.auto import COLOCATED, SPLIT, PathLoad, StepTimes, Work, predict
 
