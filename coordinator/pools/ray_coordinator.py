@@ -11,12 +11,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from coordinator.config import Settings, served_model_name
 from coordinator.pools import admin
@@ -24,49 +21,21 @@ from coordinator.pools.autoscale_sampler import Heard
 from coordinator.pools.autoscaler import Autoscaler
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, Member, rules_of
-from coordinator.pools.probe import Answer, probe
 from coordinator.pools.process import log_to
-from coordinator.pools.ray_deaths import Deaths
-from coordinator.pools.ray_fleet import (
-    create_worker,
-    end_worker,
-    end_workers,
-    free_places_but,
-    free_worker,
-    live_workers,
-    wait_death,
-)
+from coordinator.pools.ray_fleet import end_workers, free_places_but, live_workers
 from coordinator.pools.ray_gateway import GATEWAY_PREFIX, drain_gateways
 from coordinator.pools.ray_gateways import Gateways
-from coordinator.pools.ray_nodes import NodeLostError
-from coordinator.pools.ray_placement import Placement
-from coordinator.pools.ray_worker import WorkerActor
+from coordinator.pools.ray_workers import CALL_TIMEOUT_S, Workers
 from coordinator.pools.reach import Reach
-from coordinator.pools.reconcile import (
-    Action,
-    Actual,
-    Backoff,
-    DrainWorker,
-    Ending,
-    FenceWorker,
-    ForgetWorker,
-    ProbeWorker,
-    RelabelWorker,
-    StartWorker,
-    StopWorker,
-    reconcile,
-)
+from coordinator.pools.reconcile import Actual, Backoff, Ending, reconcile
 from coordinator.pools.records import PoolTarget
-from coordinator.pools.reports import Beat, CoordinatorSpec, WorkerFacts, WorkerSpec
+from coordinator.pools.reports import Beat, CoordinatorSpec, WorkerFacts
 from coordinator.pools.store import Store
-from coordinator.routing.views import Role, WorkerState, WorkerView
+from coordinator.routing.views import WorkerState, WorkerView
 from protos.errors import Code, SplitpointError
-from protos.ids import WorkerId
 from protos.splitpoint.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
-
-_CALL_TIMEOUT_S = 5.0
 
 
 class CoordinatorActor:
@@ -75,26 +44,20 @@ class CoordinatorActor:
     def __init__(self, spec: CoordinatorSpec) -> None:
         log_to(spec.log_dir / "coordinator.log", spec.settings.log_format)
         self._spec = spec
-        self._worker_class = ray.remote(WorkerActor)
         self._rules = rules_of(spec.settings)
         self._store = Store(spec.settings.coordinator.state_dir / "state.sqlite3")
         budget = spec.settings.coordinator.accelerator_budget
         self._first_life = self._store.begin_run(spec.run_id, spec.settings.pools, budget)
         self._fleet = Fleet()
         self._pools = DesiredPools(spec.settings, self._store, self._fleet, self._rules.whole_roles)
-        self._handles: dict[WorkerId, ActorHandle] = {}
-        self._deaths = Deaths(self._store, self._fleet, self._handles, self._rules.heartbeat_interval_s)
-        self._placement = Placement(spec.settings.coordinator.placement)
-        self._busy: dict[WorkerId, asyncio.Task[None]] = {}
-        self._watches: dict[WorkerId, asyncio.Task[None]] = {}
-        self._finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
+        self._wake = asyncio.Event()
+        self._workers = Workers(spec, self._store, self._fleet, self._pools, self._wake)
         self._gateways = Gateways(spec, self._store, self._rules.heartbeat_interval_s)
         self._autoscaler = Autoscaler(self._store, self._pools, self._fleet, 2 * self._rules.heartbeat_limit_s)
         self._autoscaler_set = asyncio.Event()
-        self._reach = Reach(self._dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)
+        self._reach = Reach(self._workers.dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)
         self._fleet.faults = self._reach.faults
         self._ending = Ending.NOT
-        self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
         self._loop_task.add_done_callback(_end_process)
@@ -115,7 +78,7 @@ class CoordinatorActor:
             for action in reconcile(
                 self._pools.targets, actual, now_s, self._rules, budget_ranks=budget_ranks, ending=self._ending
             ):
-                self._carry_out(action, now_s)
+                self._workers.carry_out(action, now_s)
             if self._ending is Ending.NOT:
                 self._gateways.keep()
                 self._reach.keep([member.beat for member in self._fleet.members.values() if member.beat is not None])
@@ -146,7 +109,7 @@ class CoordinatorActor:
         found = await asyncio.to_thread(live_workers)
         now_s = time.monotonic()
         for worker_id, handle in found.items():
-            self._watch(worker_id, handle)
+            self._workers.watch(worker_id, handle)
         if freed := await asyncio.to_thread(free_places_but, found):
             log.warning("freed the places of workers that died unseen: %s", ", ".join(freed))
         wanted = set(found)
@@ -155,168 +118,13 @@ class CoordinatorActor:
             await self._fleet.next_change(until_s - time.monotonic())
         # Silent ones: alive and loading, late, stopped, or dead. The rest follows by itself.
         self._pools.adopt(wanted - set(self._fleet.members), time.monotonic())
-        self._deaths.resume(found)
+        self._workers.deaths.resume(found)
         for worker_id, left_s in self._store.draining().items():
             self._fleet.drain(worker_id, time.monotonic() + max(0.0, left_s))
         self._pools.resume_cordons()
         self._pools.resume_restarts()
         if found:
             log.info("restarted; %d of %d workers answered", len(self._fleet.members), len(found))
-
-    def _carry_out(self, action: Action, now_s: float) -> None:
-        if isinstance(action, StartWorker):
-            self._start(action.pool, now_s)
-            return
-        if isinstance(action, RelabelWorker):
-            # All of a pass are in one version of the membership; that the worker hears of it itself may take longer.
-            self._pools.relabel(action.worker_id, action.pool, action.role, action.reason)
-        if action.worker_id in self._busy:
-            return
-        match action:
-            case ProbeWorker(worker_id):
-                work = self._probe(worker_id)
-            case DrainWorker(worker_id, reason):
-                self._pools.drain(worker_id, self._spec.settings.coordinator.drain_timeout_s, now_s, reason)
-                work = self._tell_drain(worker_id)
-            case RelabelWorker(worker_id, pool, role):
-                work = self._tell_label(worker_id, pool, role)
-            case StopWorker(worker_id, reason, timed_out):
-                if timed_out:
-                    log.warning("worker %s: %s; what it still holds is ended", worker_id, reason)
-                work = self._stop(worker_id, reason)
-            case FenceWorker(worker_id, reason):
-                log.error("fencing worker %s: %s", worker_id, reason)
-                work = self._end(worker_id, f"fenced: {reason}", wanted=False)
-            case ForgetWorker(worker_id, reason):
-                work = self._end(worker_id, reason, wanted=False)
-        self._busy[action.worker_id] = asyncio.get_running_loop().create_task(self._guard(action.worker_id, work))
-
-    async def _guard(self, worker_id: WorkerId, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except (RayError, TimeoutError, OSError) as error:
-            log.warning("worker %s: %s: %s; the next pass tries again", worker_id, type(error).__name__, error)
-        finally:
-            self._busy.pop(worker_id, None)
-            self._wake.set()
-
-    # -- actions -------------------------------------------------------------------------------------------------------
-
-    def _start(self, pool: str, now_s: float) -> None:
-        target = next(t for t in self._pools.targets if t.name == pool)
-        worker_id = self._store.next_worker_id(pool)
-        slot = self._fleet.free_slot()
-        self._fleet.created(
-            worker_id,
-            pool,
-            target.role,
-            slot,
-            now_s,
-            engine=target.engine,
-            ranks=target.ranks,
-            start_timeout_s=target.start_timeout_s,
-        )
-        spec = WorkerSpec(
-            worker_id=worker_id,
-            pool=pool,
-            role=target.role,
-            slot=slot,
-            settings=self._pools.present.settings,
-            log_dir=self._spec.log_dir,
-            engine=target.engine,
-        )
-        log.info("starting worker %s", worker_id)
-        self._busy[worker_id] = asyncio.get_running_loop().create_task(self._guard(worker_id, self._create(spec)))
-
-    async def _create(self, spec: WorkerSpec) -> None:
-        try:
-            beats = [member.beat for member in self._fleet.members.values() if member.beat is not None]
-            silent = self._deaths.silent_nodes | self._fleet.silent_nodes
-            args = (self._worker_class, spec, self._spec.num_gpus, self._placement, beats, silent)
-            handle = await asyncio.to_thread(create_worker, *args)
-        except (RayError, ValueError) as error:
-            self._fleet.died(spec.worker_id, f"could not be made: {error}", time.monotonic())
-            return
-        self._watch(spec.worker_id, handle)
-
-    def _watch(self, worker_id: WorkerId, handle: ActorHandle) -> None:
-        self._handles[worker_id] = handle
-        self._watches[worker_id] = asyncio.get_running_loop().create_task(self._watch_until_death(worker_id, handle))
-
-    async def _watch_until_death(self, worker_id: WorkerId, handle: ActorHandle) -> None:
-        reason = await wait_death(handle)
-        if self._fleet.died(worker_id, reason, time.monotonic()):
-            log.error("worker %s is dead: %s", worker_id, reason)
-        self._wake.set()
-
-    async def _probe(self, worker_id: WorkerId) -> None:
-        member = self._fleet.members.get(worker_id)
-        answer = Answer.HOST
-        if member is not None and member.beat is not None:
-            settings = self._spec.settings
-            answer = await probe(member.beat.view, settings.coordinator.probe_timeout_s, settings.security)
-        silent = answer is Answer.NOTHING
-        self._fleet.probed(worker_id, answer is Answer.WORKER, time.monotonic(), host_silent=silent)
-
-    async def _dial_from(self, worker_id: WorkerId, addresses: Sequence[str]) -> dict[str, str]:
-        try:
-            faults: dict[str, str] = await asyncio.wait_for(
-                self._handles[worker_id].reach.remote(list(addresses)), 2 * _CALL_TIMEOUT_S
-            )
-        except (RayError, KeyError) as error:
-            raise ConnectionError(f"{worker_id} did not dial: {type(error).__name__}") from error
-        return faults
-
-    async def _tell_drain(self, worker_id: WorkerId) -> None:
-        handle = self._handles.get(worker_id)
-        if handle is not None:
-            await asyncio.wait_for(handle.drain.remote(), _CALL_TIMEOUT_S)
-
-    async def _tell_label(self, worker_id: WorkerId, pool: str, role: Role) -> None:
-        handle, member = self._handles.get(worker_id), self._fleet.members.get(worker_id)
-        if handle is not None and member is not None and member.beat is not None:
-            await asyncio.wait_for(handle.relabel.remote(pool, role), _CALL_TIMEOUT_S)
-
-    async def _stop(self, worker_id: WorkerId, reason: str) -> None:
-        """Let it end its engine in order, then make sure."""
-        self._fleet.stopping(worker_id)
-        handle = self._handles.get(worker_id)
-        member = self._fleet.members.get(worker_id)
-        if handle is not None and member is not None and member.record.state is not WorkerState.STARTING:
-            try:
-                await asyncio.wait_for(handle.stop.remote(reason), 2 * _CALL_TIMEOUT_S)
-            except (RayError, TimeoutError) as error:
-                log.info("worker %s did not stop by itself (%s)", worker_id, type(error).__name__)
-        await self._end(worker_id, reason, wanted=True)
-
-    async def _end(self, worker_id: WorkerId, reason: str, *, wanted: bool) -> None:
-        member = self._fleet.members.get(worker_id)
-        if member is None:
-            return
-        handle = self._handles.get(worker_id)
-        try:
-            if member.record.host_silent:
-                raise NodeLostError("its host is silent")
-            await end_worker(worker_id, handle, member.beat)
-        except NodeLostError as error:
-            # Others take its work now. What peers hold back for its sake waits until its death is known (rule 13).
-            log.error("giving up worker %s: %s", worker_id, error)
-            await asyncio.to_thread(free_worker, worker_id, handle)
-            self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
-            assert member.beat is not None, "only processes that were heard of can be lost"
-            self._deaths.lost(worker_id, member.beat)
-        else:
-            self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
-            self._deaths.died(worker_id, member.beat)
-        self._placement.forget(worker_id)
-        watch = self._watches.pop(worker_id, None)
-        if watch is not None:
-            watch.cancel()
-        self._handles.pop(worker_id, None)
-        self._finals[worker_id] = admin.worker_status(member.view(time.monotonic()), member.beat)
-        self._fleet.forget(worker_id)
-        self._deaths.tell()
-        log.info("worker %s is gone: %s", worker_id, reason)
 
     # -- called by workers and gateways --------------------------------------------------------------------------------
 
@@ -326,11 +134,9 @@ class CoordinatorActor:
             return False  # of a former run
         known = self._fleet.heard(beat, time.monotonic())
         if known and beat.view.state is WorkerState.READY:
-            self._deaths.serves(beat)
-        if known and beat.view.worker_id not in self._handles:
-            for worker_id, handle in (await asyncio.to_thread(live_workers)).items():
-                if worker_id == beat.view.worker_id and worker_id not in self._handles:
-                    self._watch(worker_id, handle)
+            self._workers.deaths.serves(beat)
+        if known:
+            await self._workers.met(beat.view.worker_id)
         return known
 
     async def watch_membership(self, epoch: str, version: int, timeout_s: float) -> tuple[str, int, tuple[WorkerView, ...]]:
@@ -416,7 +222,7 @@ class CoordinatorActor:
         self._wake.set()
         while key in self._fleet.members:
             await self._fleet.next_change(1.0)
-        return self._finals[key]
+        return self._workers.finals[key]
 
     async def restart(self, request: admin_pb2.RestartRequest) -> admin_pb2.RestartResponse:
         """Returns at once. Raises `SplitpointError`: see `DesiredPools.restart`."""
@@ -441,9 +247,9 @@ class CoordinatorActor:
         """
         await self._ready.wait()
         ready = admin.ready_of(pools, self._pools.targets, self._fleet.views(time.monotonic()))
-        if strangers := [w for w in ready if w not in self._handles]:
+        if strangers := [w for w in ready if w not in self._workers.handles]:
             raise admin.unavailable(f"it has no connection to {', '.join(strangers)} yet")
-        done: list[bool] = await asyncio.gather(*(self._handles[w].reset_prefix_cache.remote() for w in ready))
+        done: list[bool] = await asyncio.gather(*(self._workers.handles[w].reset_prefix_cache.remote() for w in ready))
         kept = [w for w, ok in zip(ready, done, strict=True) if not ok]
         if kept:
             raise SplitpointError(Code.CONFLICT, f"blocks are in use on {', '.join(kept)}; nothing was reset there")
@@ -452,7 +258,9 @@ class CoordinatorActor:
     async def manifest(self) -> str:
         """The run manifest with the facts of the workers that are ready now, as JSON; also written to its file."""
         ready = [
-            m for m in self._fleet.members.values() if m.record.state is WorkerState.READY and m.record.worker_id in self._handles
+            m
+            for m in self._fleet.members.values()
+            if m.record.state is WorkerState.READY and m.record.worker_id in self._workers.handles
         ]
         asked = await asyncio.gather(*(self._facts(m) for m in ready), return_exceptions=True)
         for member, answer in zip(ready, asked, strict=True):
@@ -463,8 +271,8 @@ class CoordinatorActor:
         return whole.to_json()
 
     async def _facts(self, member: Member) -> WorkerFacts:
-        handle = self._handles[member.record.worker_id]
-        return await asyncio.wait_for(handle.facts.remote(), _CALL_TIMEOUT_S)
+        handle = self._workers.handles[member.record.worker_id]
+        return await asyncio.wait_for(handle.facts.remote(), CALL_TIMEOUT_S)
 
     async def shutdown(self, timeout_s: float) -> None:
         """Close the gateways, let them finish what is in flight, then drain and stop every worker; start no more. Returns when
@@ -478,7 +286,7 @@ class CoordinatorActor:
             if member.record.state is not WorkerState.STARTING:
                 self._pools.drain(worker_id, timeout_s, time.monotonic(), "shutting down")
         self._wake.set()
-        until_s = time.monotonic() + timeout_s + 4 * _CALL_TIMEOUT_S
+        until_s = time.monotonic() + timeout_s + 4 * CALL_TIMEOUT_S
         while self._fleet.members and time.monotonic() < until_s:
             await self._fleet.next_change(1.0)
 

@@ -1,6 +1,6 @@
 """Target against actual: which workers to start, drain, stop or fence. Pure.
 
-One pass compares every pool's target with the workers that exist and returns actions; the shell (`ray_coordinator`) carries
+One pass compares every pool's target with the workers that exist and returns actions; the shell (`ray_workers`) carries
 them out and feeds what happened back in as `WorkerRecord`s. Decisions look at levels, never at edges: a pass that is
 repeated, or that follows a coordinator's restart, comes to the same answer.
 

@@ -1,0 +1,235 @@
+"""The coordinator's hands: what `reconcile` decided for one worker is carried out on its Ray actor.
+
+At most one piece of work runs for each worker; one that fails is logged, and the next pass decides anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from coordinator.pools import admin
+from coordinator.pools.desired_pools import DesiredPools
+from coordinator.pools.fleet import Fleet, rules_of
+from coordinator.pools.probe import Answer, probe
+from coordinator.pools.ray_deaths import Deaths
+from coordinator.pools.ray_fleet import create_worker, end_worker, free_worker, live_workers, wait_death
+from coordinator.pools.ray_nodes import NodeLostError
+from coordinator.pools.ray_placement import Placement
+from coordinator.pools.ray_worker import WorkerActor
+from coordinator.pools.reconcile import (
+    Action,
+    DrainWorker,
+    FenceWorker,
+    ForgetWorker,
+    ProbeWorker,
+    RelabelWorker,
+    StartWorker,
+    StopWorker,
+)
+from coordinator.pools.reports import CoordinatorSpec, WorkerSpec
+from coordinator.pools.store import Store
+from coordinator.routing.views import Role, WorkerState
+from protos.ids import WorkerId
+from protos.splitpoint.v1 import admin_pb2
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+"""What one call to an actor may take."""
+
+
+class Workers:
+    """Belongs to the coordinator's event loop. `wake` is set when a piece of work has ended or a worker has died."""
+
+    def __init__(self, spec: CoordinatorSpec, store: Store, fleet: Fleet, pools: DesiredPools, wake: asyncio.Event) -> None:
+        self._spec = spec
+        self._worker_class = ray.remote(WorkerActor)
+        self._store = store
+        self._fleet = fleet
+        self._pools = pools
+        self._wake = wake
+        self.handles: dict[WorkerId, ActorHandle] = {}
+        """The live actors that are known."""
+        self.finals: dict[WorkerId, admin_pb2.WorkerStatus] = {}
+        """What each worker that is gone was last."""
+        self.deaths = Deaths(store, fleet, self.handles, rules_of(spec.settings).heartbeat_interval_s)
+        self._placement = Placement(spec.settings.coordinator.placement)
+        self._busy: dict[WorkerId, asyncio.Task[None]] = {}
+        self._watches: dict[WorkerId, asyncio.Task[None]] = {}
+
+    def carry_out(self, action: Action, now_s: float) -> None:
+        """Begin it; a worker whose former piece of work still runs is left to the next pass."""
+        if isinstance(action, StartWorker):
+            self._start(action.pool, now_s)
+            return
+        if isinstance(action, RelabelWorker):
+            # All of a pass are in one version of the membership; that the worker hears of it itself may take longer.
+            self._pools.relabel(action.worker_id, action.pool, action.role, action.reason)
+        if action.worker_id in self._busy:
+            return
+        match action:
+            case ProbeWorker(worker_id):
+                work = self._probe(worker_id)
+            case DrainWorker(worker_id, reason):
+                self._pools.drain(worker_id, self._spec.settings.coordinator.drain_timeout_s, now_s, reason)
+                work = self._tell_drain(worker_id)
+            case RelabelWorker(worker_id, pool, role):
+                work = self._tell_label(worker_id, pool, role)
+            case StopWorker(worker_id, reason, timed_out):
+                if timed_out:
+                    log.warning("worker %s: %s; what it still holds is ended", worker_id, reason)
+                work = self._stop(worker_id, reason)
+            case FenceWorker(worker_id, reason):
+                log.error("fencing worker %s: %s", worker_id, reason)
+                work = self._end(worker_id, f"fenced: {reason}", wanted=False)
+            case ForgetWorker(worker_id, reason):
+                work = self._end(worker_id, reason, wanted=False)
+        self._busy[action.worker_id] = asyncio.get_running_loop().create_task(self._guard(action.worker_id, work))
+
+    async def _guard(self, worker_id: WorkerId, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (RayError, TimeoutError, OSError) as error:
+            log.warning("worker %s: %s: %s; the next pass tries again", worker_id, type(error).__name__, error)
+        finally:
+            self._busy.pop(worker_id, None)
+            self._wake.set()
+
+    def _start(self, pool: str, now_s: float) -> None:
+        target = next(t for t in self._pools.targets if t.name == pool)
+        worker_id = self._store.next_worker_id(pool)
+        slot = self._fleet.free_slot()
+        self._fleet.created(
+            worker_id,
+            pool,
+            target.role,
+            slot,
+            now_s,
+            engine=target.engine,
+            ranks=target.ranks,
+            start_timeout_s=target.start_timeout_s,
+        )
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            pool=pool,
+            role=target.role,
+            slot=slot,
+            settings=self._pools.present.settings,
+            log_dir=self._spec.log_dir,
+            engine=target.engine,
+        )
+        log.info("starting worker %s", worker_id)
+        self._busy[worker_id] = asyncio.get_running_loop().create_task(self._guard(worker_id, self._create(spec)))
+
+    async def _create(self, spec: WorkerSpec) -> None:
+        try:
+            beats = [member.beat for member in self._fleet.members.values() if member.beat is not None]
+            silent = self.deaths.silent_nodes | self._fleet.silent_nodes
+            args = (self._worker_class, spec, self._spec.num_gpus, self._placement, beats, silent)
+            handle = await asyncio.to_thread(create_worker, *args)
+        except (RayError, ValueError) as error:
+            self._fleet.died(spec.worker_id, f"could not be made: {error}", time.monotonic())
+            return
+        self.watch(spec.worker_id, handle)
+
+    async def met(self, worker_id: WorkerId) -> None:
+        """A worker was heard: its actor is looked up, if it is not known, and watched."""
+        if worker_id in self.handles:
+            return
+        handle = (await asyncio.to_thread(live_workers)).get(worker_id)
+        if handle is not None and worker_id not in self.handles:
+            self.watch(worker_id, handle)
+
+    def watch(self, worker_id: WorkerId, handle: ActorHandle) -> None:
+        """Remember the actor, and hear of its death."""
+        self.handles[worker_id] = handle
+        self._watches[worker_id] = asyncio.get_running_loop().create_task(self._watch_until_death(worker_id, handle))
+
+    async def _watch_until_death(self, worker_id: WorkerId, handle: ActorHandle) -> None:
+        reason = await wait_death(handle)
+        if self._fleet.died(worker_id, reason, time.monotonic()):
+            log.error("worker %s is dead: %s", worker_id, reason)
+        self._wake.set()
+
+    async def _probe(self, worker_id: WorkerId) -> None:
+        member = self._fleet.members.get(worker_id)
+        answer = Answer.HOST
+        if member is not None and member.beat is not None:
+            settings = self._spec.settings
+            answer = await probe(member.beat.view, settings.coordinator.probe_timeout_s, settings.security)
+        silent = answer is Answer.NOTHING
+        self._fleet.probed(worker_id, answer is Answer.WORKER, time.monotonic(), host_silent=silent)
+
+    async def dial_from(self, worker_id: WorkerId, addresses: Sequence[str]) -> dict[str, str]:
+        """What stands between the worker and each of `addresses`; one that can be reached is not in the answer.
+
+        Raises:
+            ConnectionError: the worker could not be asked.
+            TimeoutError: it took too long.
+        """
+        try:
+            faults: dict[str, str] = await asyncio.wait_for(
+                self.handles[worker_id].reach.remote(list(addresses)), 2 * CALL_TIMEOUT_S
+            )
+        except (RayError, KeyError) as error:
+            raise ConnectionError(f"{worker_id} did not dial: {type(error).__name__}") from error
+        return faults
+
+    async def _tell_drain(self, worker_id: WorkerId) -> None:
+        handle = self.handles.get(worker_id)
+        if handle is not None:
+            await asyncio.wait_for(handle.drain.remote(), CALL_TIMEOUT_S)
+
+    async def _tell_label(self, worker_id: WorkerId, pool: str, role: Role) -> None:
+        handle, member = self.handles.get(worker_id), self._fleet.members.get(worker_id)
+        if handle is not None and member is not None and member.beat is not None:
+            await asyncio.wait_for(handle.relabel.remote(pool, role), CALL_TIMEOUT_S)
+
+    async def _stop(self, worker_id: WorkerId, reason: str) -> None:
+        """Let it end its engine in order, then make sure."""
+        self._fleet.stopping(worker_id)
+        handle = self.handles.get(worker_id)
+        member = self._fleet.members.get(worker_id)
+        if handle is not None and member is not None and member.record.state is not WorkerState.STARTING:
+            try:
+                await asyncio.wait_for(handle.stop.remote(reason), 2 * CALL_TIMEOUT_S)
+            except (RayError, TimeoutError) as error:
+                log.info("worker %s did not stop by itself (%s)", worker_id, type(error).__name__)
+        await self._end(worker_id, reason, wanted=True)
+
+    async def _end(self, worker_id: WorkerId, reason: str, *, wanted: bool) -> None:
+        member = self._fleet.members.get(worker_id)
+        if member is None:
+            return
+        handle = self.handles.get(worker_id)
+        try:
+            if member.record.host_silent:
+                raise NodeLostError("its host is silent")
+            await end_worker(worker_id, handle, member.beat)
+        except NodeLostError as error:
+            # Others take its work now. What peers hold back for its sake waits until its death is known (rule 13).
+            log.error("giving up worker %s: %s", worker_id, error)
+            await asyncio.to_thread(free_worker, worker_id, handle)
+            self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
+            assert member.beat is not None, "only processes that were heard of can be lost"
+            self.deaths.lost(worker_id, member.beat)
+        else:
+            self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
+            self.deaths.died(worker_id, member.beat)
+        self._placement.forget(worker_id)
+        watch = self._watches.pop(worker_id, None)
+        if watch is not None:
+            watch.cancel()
+        self.handles.pop(worker_id, None)
+        self.finals[worker_id] = admin.worker_status(member.view(time.monotonic()), member.beat)
+        self._fleet.forget(worker_id)
+        self.deaths.tell()
+        log.info("worker %s is gone: %s", worker_id, reason)
