@@ -98,7 +98,8 @@ class VllmEngine:
             await asyncio.to_thread(_kill, self._children)
             with contextlib.suppress(Exception):
                 # Its children are dead, so the constructor fails soon; a thread cannot be cancelled.
-                self._llm = await asyncio.wait_for(constructing, 30.0)
+                async with asyncio.timeout(30.0):
+                    self._llm = await constructing
             await self.stop()
             raise
         self._children = _new_children(before)

@@ -47,8 +47,9 @@ class Completer:
         if outcome == "delivered":
             if source.tell is not None:
                 with contextlib.suppress(TimeoutError):
-                    if await asyncio.wait_for(source.tell(message), COMPLETE_TIMEOUT_S):
-                        return
+                    async with asyncio.timeout(COMPLETE_TIMEOUT_S):
+                        if await source.tell(message):
+                            return
                 self._rt.metrics.event("complete_by_grpc")
             else:
                 await self._end_of_stream(source.call)

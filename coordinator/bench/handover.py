@@ -103,7 +103,8 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), 15.0)
+            async with asyncio.timeout(15.0):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()

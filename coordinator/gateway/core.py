@@ -136,7 +136,8 @@ class GatewayCore:
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight. False when the time is over first; nothing is ended here."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

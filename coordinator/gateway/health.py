@@ -57,7 +57,8 @@ class ReadinessHealthServicer(health_pb2_grpc.HealthServicer):
             if self._draining.is_set():
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._draining.wait(), self._poll_s)
+                async with asyncio.timeout(self._poll_s):
+                    await self._draining.wait()
 
     async def List(  # noqa: N802
         self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext

@@ -92,7 +92,8 @@ class WorkerClient:
             return
         if self.connected and self._waiting:
             try:
-                await asyncio.wait_for(self._idle.wait(), self._settings.close_grace_s)
+                async with asyncio.timeout(self._settings.close_grace_s):
+                    await self._idle.wait()
             except TimeoutError:
                 self._log.warning("worker_stream_closed_with_frames", frames=len(self._waiting))
         task.cancel()

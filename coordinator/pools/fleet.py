@@ -114,7 +114,6 @@ class Fleet:
 
     async def next_change(self, timeout_s: float) -> None:
         """Returns on the next change of the membership, at the latest after `timeout_s`."""
-        # Not `wait_for`: it swallows a cancellation that comes together with the change, and its caller goes on for ever.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

@@ -82,10 +82,9 @@ class CoordinatorActor:
             if self._ending is Ending.NOT:
                 self._gateways.keep()
                 self._reach.keep([member.beat for member in self._fleet.members.values() if member.beat is not None])
-            try:
-                await asyncio.wait_for(self._wake.wait(), self._rules.heartbeat_interval_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._rules.heartbeat_interval_s):
+                    await self._wake.wait()
 
     async def _autoscale(self) -> None:
         """Beside the loop, which it only wakes; it goes by what was heard anyway and calls nobody."""
@@ -97,7 +96,8 @@ class CoordinatorActor:
             if self._ending is Ending.NOT and self._autoscaler.run(heard, time.monotonic()):
                 self._wake.set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._autoscaler_set.wait(), self._autoscaler.interval_s)
+                async with asyncio.timeout(self._autoscaler.interval_s):
+                    await self._autoscaler_set.wait()
 
     async def _adopt(self) -> None:
         """After a restart: wait until the live workers have been heard, so that nobody is told of an empty membership.
@@ -272,7 +272,8 @@ class CoordinatorActor:
 
     async def _facts(self, member: Member) -> WorkerFacts:
         handle = self._workers.handles[member.record.worker_id]
-        return await asyncio.wait_for(handle.facts.remote(), CALL_TIMEOUT_S)
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            return await handle.facts.remote()
 
     async def shutdown(self, timeout_s: float) -> None:
         """Close the gateways, let them finish what is in flight, then drain and stop every worker; start no more. Returns when

@@ -116,7 +116,8 @@ class Deaths:
             handle = self._handles.get(worker_id)
             try:
                 if handle is not None:
-                    await asyncio.wait_for(handle.peer_died.remote(incarnation), TELL_TIMEOUT_S)
+                    async with asyncio.timeout(TELL_TIMEOUT_S):
+                        await handle.peer_died.remote(incarnation)
                     return
             except ActorDiedError:
                 return

@@ -28,4 +28,5 @@ class Finder:
         """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(asyncio.to_thread(ray.get_actor, COORDINATOR_NAME, NAMESPACE))
-        return await asyncio.wait_for(asyncio.shield(self._asking), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(self._asking)

@@ -56,7 +56,6 @@ async def poll_membership(epoch: str, version: int) -> MembershipSnapshot:
     """One long poll of the coordinator. Raises whatever Ray raises; the caller keeps its last known good."""
     handle = await _finder.find(_CALL_TIMEOUT_S)
     reference: Any = handle.watch_membership.remote(epoch, version, _WATCH_S)
-    # Not `wait_for`: it swallows a cancellation that comes together with the answer.
     async with asyncio.timeout(_WATCH_S + _CALL_TIMEOUT_S):
         new_epoch, new_version, views = await reference
     return MembershipSnapshot(epoch=new_epoch, version=new_version, workers=views)
@@ -100,7 +99,8 @@ async def _ask(call: Any, timeout_s: float | None = _CALL_TIMEOUT_S) -> Any:
     """Raises `SplitpointError`: the coordinator's own, or that it does not answer."""
     try:
         handle = await _finder.find(_CALL_TIMEOUT_S)
-        return await asyncio.wait_for(call(handle), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await call(handle)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, SplitpointError):
@@ -140,7 +140,8 @@ async def drain_gateways(gateway_ids: Sequence[str], timeout_s: float) -> None:
     async def drain(gateway_id: str) -> None:
         try:
             handle = await asyncio.to_thread(ray.get_actor, gateway_id, NAMESPACE)
-            done: bool = await asyncio.wait_for(handle.drain.remote(timeout_s), timeout_s + _CALL_TIMEOUT_S)
+            async with asyncio.timeout(timeout_s + _CALL_TIMEOUT_S):
+                done: bool = await handle.drain.remote(timeout_s)
         except (RayError, ValueError, TimeoutError) as error:
             log.warning("draining %s: %s: %s", gateway_id, type(error).__name__, error)
             return

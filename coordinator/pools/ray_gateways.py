@@ -75,7 +75,8 @@ class Gateways:
         """Make it if it is not there (Ray restarts it by itself) and hear how it is."""
         try:
             handle = await asyncio.to_thread(create_gateway, key, index, self._spec.settings, self._spec.log_dir)
-            self.reports[key] = await asyncio.wait_for(handle.report.remote(), _REPORT_TIMEOUT_S)
+            async with asyncio.timeout(_REPORT_TIMEOUT_S):
+                self.reports[key] = await handle.report.remote()
             self.heard_s[key] = time.monotonic()
             self._news.set()
             self._news = asyncio.Event()

@@ -83,9 +83,11 @@ async def kill_on_node(node_id: str, refs: Sequence[ProcessRef], timeout_s: floa
         return []
     if node_id == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(kill_here, refs, timeout_s)
-    nodes = await asyncio.wait_for(asyncio.to_thread(ray.nodes), _GCS_TIMEOUT_S)
+    async with asyncio.timeout(_GCS_TIMEOUT_S):
+        nodes = await asyncio.to_thread(ray.nodes)
     if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
         raise NodeLostError(f"Ray has given up node {node_id}; pids {[ref.pid for ref in refs]} may live on there")
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task = ray.remote(kill_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-    return await asyncio.wait_for(task.remote(list(refs), timeout_s), timeout_s + 5.0)
+    async with asyncio.timeout(timeout_s + 5.0):
+        return await task.remote(list(refs), timeout_s)

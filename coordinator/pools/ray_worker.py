@@ -87,7 +87,8 @@ class Pusher:
         try:
             if self._handle is None:
                 self._handle = await self._finder.find(_PUSH_TIMEOUT_S)
-            return bool(await asyncio.wait_for(self._handle.heartbeat.remote(beat), _PUSH_TIMEOUT_S))
+            async with asyncio.timeout(_PUSH_TIMEOUT_S):
+                return bool(await self._handle.heartbeat.remote(beat))
         except (RayError, ValueError, TimeoutError) as error:
             self._handle = None
             raise ConnectionError(f"{type(error).__name__}: {error}") from error

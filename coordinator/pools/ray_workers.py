@@ -176,9 +176,8 @@ class Workers:
             TimeoutError: it took too long.
         """
         try:
-            faults: dict[str, str] = await asyncio.wait_for(
-                self.handles[worker_id].reach.remote(list(addresses)), 2 * CALL_TIMEOUT_S
-            )
+            async with asyncio.timeout(2 * CALL_TIMEOUT_S):
+                faults: dict[str, str] = await self.handles[worker_id].reach.remote(list(addresses))
         except (RayError, KeyError) as error:
             raise ConnectionError(f"{worker_id} did not dial: {type(error).__name__}") from error
         return faults
@@ -186,12 +185,14 @@ class Workers:
     async def _tell_drain(self, worker_id: WorkerId) -> None:
         handle = self.handles.get(worker_id)
         if handle is not None:
-            await asyncio.wait_for(handle.drain.remote(), CALL_TIMEOUT_S)
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await handle.drain.remote()
 
     async def _tell_label(self, worker_id: WorkerId, pool: str, role: Role) -> None:
         handle, member = self.handles.get(worker_id), self._fleet.members.get(worker_id)
         if handle is not None and member is not None and member.beat is not None:
-            await asyncio.wait_for(handle.relabel.remote(pool, role), CALL_TIMEOUT_S)
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await handle.relabel.remote(pool, role)
 
     async def _stop(self, worker_id: WorkerId, reason: str) -> None:
         """Let it end its engine in order, then make sure."""
@@ -200,7 +201,8 @@ class Workers:
         member = self._fleet.members.get(worker_id)
         if handle is not None and member is not None and member.record.state is not WorkerState.STARTING:
             try:
-                await asyncio.wait_for(handle.stop.remote(reason), 2 * CALL_TIMEOUT_S)
+                async with asyncio.timeout(2 * CALL_TIMEOUT_S):
+                    await handle.stop.remote(reason)
             except (RayError, TimeoutError) as error:
                 log.info("worker %s did not stop by itself (%s)", worker_id, type(error).__name__)
         await self._end(worker_id, reason, wanted=True)

@@ -79,7 +79,8 @@ class WorkerProcess:
         """Start, serve and beat until told to stop, given up by the coordinator, or the engine dies. Returns why."""
         try:
             await self._push(WorkerState.STARTING)
-            await asyncio.wait_for(self.server.start(), self._engine_settings.start_timeout_s)
+            async with asyncio.timeout(self._engine_settings.start_timeout_s):
+                await self.server.start()
             reason = await self._serve()
         except TimeoutError as error:
             limit = f"engine.start_timeout_s is {self._engine_settings.start_timeout_s:g}"
@@ -173,7 +174,8 @@ class WorkerProcess:
             if self._stopping.is_set():
                 return self._stop_reason or "stopped"
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._beat_now.wait(), interval_s)
+                async with asyncio.timeout(interval_s):
+                    await self._beat_now.wait()
             if self._ranks_lost >= self._settings.coordinator.missed_heartbeats:
                 # Without its transfer node a worker looks healthy and fails every split request.
                 return f"its ranks are lost, {self._ranks_lost} heartbeats in a row: {self._rank_detail}"
@@ -186,7 +188,8 @@ class WorkerProcess:
             return self.server.engine_death
         assert self.server.engine is not None
         try:
-            await asyncio.wait_for(self.server.engine.check_health(), _STATUS_TIMEOUT_S)
+            async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                await self.server.engine.check_health()
         except EngineDeadError as error:
             return error
         except TimeoutError:
@@ -337,7 +340,8 @@ class WorkerProcess:
 
     async def _shut(self) -> None:
         try:
-            await asyncio.wait_for(self.server.stop(), 3 * _LAST_WORDS_S)
+            async with asyncio.timeout(3 * _LAST_WORDS_S):
+                await self.server.stop()
         except (TimeoutError, RuntimeError, OSError, EngineDeadError) as error:
             # The process exits next, and the coordinator kills what is left of its children.
             log.error("worker %s did not stop in order: %s: %s", self.spec.worker_id, type(error).__name__, error)

@@ -124,7 +124,8 @@ class RankRegistry:
     async def wait(self, timeout_s: float) -> RankFacts:
         """All ranks, once they are there. Raises `TimeoutError` naming how many are missing."""
         try:
-            await asyncio.wait_for(self._complete.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._complete.wait()
         except TimeoutError:
             raise TimeoutError(f"{len(self._ranks)} of {self._world_size or '?'} ranks registered in {timeout_s:g} s") from None
         return self.facts()

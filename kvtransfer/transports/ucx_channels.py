@@ -132,7 +132,8 @@ class UcxSendChannel(_Channel):
             return False
         if self._offered and not self._peer_done.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._peer_done.wait(), max(0.0, timeout_s - (time.monotonic() - begun)))
+                async with asyncio.timeout(max(0.0, timeout_s - (time.monotonic() - begun))):
+                    await self._peer_done.wait()
         return self._peer_done.is_set() or not self._offered
 
     def _raise_failure(self) -> None:
@@ -192,7 +193,8 @@ class UcxReceiveChannel(_Channel):
         operation = self._core.receive(self._peer, memory, header.tag, timeout_s)
         self._operations = [*self._outstanding(), operation]
         try:
-            failure = await asyncio.wait_for(asyncio.shield(operation.done), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                failure = await asyncio.shield(operation.done)
         except TimeoutError:
             self._core.give_up(operation)
             raise TransportError(
