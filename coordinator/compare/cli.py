@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from coordinator.compare import records_cli, run_cli
+from coordinator.compare import calibrate_cli, records_cli, run_cli
 from coordinator.compare.breakeven.cli import make_map
 from coordinator.compare.quality_cli import quality
 from protos.splitpoint.v1 import admin_pb2, admin_pb2_grpc
@@ -171,6 +171,7 @@ def proof(
 
 
 app.command()(run_cli.run)
+app.command()(calibrate_cli.calibrate)
 app.command()(records_cli.family)
 app.command("map")(make_map)
 

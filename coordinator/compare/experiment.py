@@ -20,6 +20,7 @@ from coordinator.compare.faults import MIN_TRIED
 from coordinator.compare.load import ArmTarget
 from coordinator.compare.slo import SloError, parse
 from coordinator.compare.verdict import MARGIN, MIN_SEEDS
+from coordinator.routing.auto import AUTO
 
 APPLIED = frozenset({"role", "replicas", "engine"})
 """What a pool that is put in place may say."""
@@ -62,7 +63,9 @@ class Arm(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Literal["split", "colocated"]
+    path: Literal["split", "colocated", "auto"] = Field(
+        description="auto: as the gateway chooses, told the objective that the comparison judges by."
+    )
     transport: str = Field("", description="Of the KV, on the split path; empty: as the workers agree.")
     candidates: dict[str, Candidate] = Field(min_length=1, description="By name.")
 
@@ -115,6 +118,8 @@ class Experiment(BaseModel):
             raise ValueError(f"looks must be rising numbers of seeds from {MIN_SEEDS} up, got {list(self.looks)}")
         if len({bool(candidate.apply) for arm in self.arms.values() for candidate in arm.candidates.values()}) > 1:
             raise ValueError("apply: either every candidate brings its pools or none; those that stand would be taken away")
+        if (self.quality or self.parity_requests) and any(arm.path == AUTO for arm in self.arms.values()):
+            raise ValueError("quality and parity_requests are asked of fixed paths: an arm of path auto takes either")
         return self
 
     @property

@@ -80,7 +80,7 @@ class HttpClient:
         headers = {
             "content-type": "application/json",
             "x-splitpoint-deadline-s": f"{deadline_s:.3f}",
-            **dict(target.headers()),
+            **dict(target.headers(len(request.prompt_token_ids))),
         }
         return self._replies(json.dumps(body, separators=(",", ":")).encode("ascii"), headers, deadline_s)
 

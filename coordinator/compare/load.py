@@ -76,19 +76,27 @@ class ScheduleSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ArmTarget:
-    """How the requests of an arm are marked: their path, the only pools that may serve them (none: all), the KV transport."""
+    """How the requests of an arm are marked: their path, the only pools that may serve them (none: all), the KV transport.
+
+    `slo` is what path `auto` is told to meet; None: what the gateway asks of requests that bring no objective.
+    """
 
     path: str
     pools: tuple[str, ...] = ()
     transport: str = ""
+    slo: Slo | None = None
 
-    def headers(self) -> tuple[tuple[str, str], ...]:
-        """The public headers, or gRPC metadata, that say so."""
+    def headers(self, prompt_tokens: int = 0) -> tuple[tuple[str, str], ...]:
+        """The public headers, or gRPC metadata, that say so of a request with a prompt of this length."""
         found = [("x-splitpoint-path", self.path)]
         if self.pools:
             found.append(("x-splitpoint-pools", ",".join(self.pools)))
         if self.transport:
             found.append(("x-splitpoint-transport", self.transport))
+        if self.slo is not None:
+            ttft_s = self.slo.ttft_s + self.slo.ttft_s_per_token * prompt_tokens
+            found.append(("x-splitpoint-slo-ttft-ms", f"{ttft_s * 1e3:.6g}"))
+            found.append(("x-splitpoint-slo-tpot-ms", f"{self.slo.tpot_s * 1e3:.6g}"))
         return tuple(found)
 
 
@@ -385,7 +393,7 @@ class GrpcClient:
             stream=True,
         )
         target = self._arms.get(path) or ArmTarget(path)
-        return self._replies(message, (*self._metadata, *target.headers()), deadline_s)
+        return self._replies(message, (*self._metadata, *target.headers(len(request.prompt_token_ids))), deadline_s)
 
     async def _replies(
         self, message: generation_pb2.GenerateRequest, metadata: tuple[tuple[str, str], ...], deadline_s: float

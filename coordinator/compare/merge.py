@@ -26,7 +26,7 @@ from coordinator.compare.summary import arm
 from coordinator.compare.usage import Usage
 from coordinator.compare.verdict import BASELINE, judge
 
-MANIFEST_PARTS = ("settings", "versions", "model", "hardware")
+MANIFEST_PARTS = ("settings", "versions", "model", "hardware", "step_times")
 """What must not differ between runs of one experiment, where both recorded it."""
 
 

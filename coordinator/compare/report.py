@@ -7,6 +7,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.compare.auto_table import NoAutoError, has_auto
+from coordinator.compare.auto_table import table as auto_table
 from coordinator.compare.paired import Paired
 from coordinator.compare.record import Record
 from coordinator.compare.slo import in_words
@@ -31,8 +33,18 @@ def show(record: Record, console: Console) -> None:
         console.print(f"usually: {line}", markup=False, highlight=False, soft_wrap=True)
     for note in record.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
+    if has_auto(record):
+        console.print(auto_lines(record), markup=False, highlight=False, soft_wrap=True)
     style = STYLES[record.judgement.verdict]
     console.print(record.judgement.sentence(), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def auto_lines(record: Record) -> str:
+    """Path `auto` beside both fixed paths, or why there is no such table."""
+    try:
+        return auto_table(record)
+    except NoAutoError as error:
+        return f"path auto: {error}"
 
 
 def paired_line(found: Paired) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from coordinator.compare.serving import system
 
 if TYPE_CHECKING:
     from coordinator.compare.experiment import Experiment
@@ -29,6 +32,10 @@ def run(
     record: Annotated[Path, typer.Option("--record", "-r", metavar="FILE", help="Written after every stage; gone on from.")],
     serve: Annotated[Path | None, typer.Option("--serve", metavar="CONFIG", help="Serve this configuration meanwhile.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Of CONFIG; repeatable.")] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", metavar="FILE", help="What path auto of CONFIG predicts from; measured first where missing."),
+    ] = None,
     workload: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML, instead of the experiment's workload.")] = None,
     target: Annotated[str, typer.Option(metavar="ADDRESS", help="A gateway's HOST:PORT, or http://HOST:PORT.")] = "",
     admin: Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:PORT", help="Admin address.")] = "",
@@ -42,38 +49,38 @@ def run(
 ) -> None:
     """Tune every arm, find the rates, then measure seed after seed until a planned look decides. Can be run again to go on."""
     from coordinator.compare.cli import DEFAULT_ADMIN, ask_admin
-    from coordinator.compare.experiment import ExperimentError, read
+    from coordinator.compare.experiment import ExperimentError
     from coordinator.compare.merge import other_system
     from coordinator.compare.read import RecordError
     from coordinator.compare.rig import RigError
     from coordinator.compare.run import ComparisonError
-    from coordinator.compare.sources import read as read_workload
-    from coordinator.compare.sources import windows
+    from coordinator.compare.step_times import CalibrationError
     from coordinator.compare.traces import WorkloadError
     from coordinator.served import ServeError
 
     began = time.monotonic()
+    if calibrate is not None and serve is None:
+        raise typer.BadParameter("is for a system that --serve brings", param_hint="--calibrate")
     if sets and serve is None:
         raise typer.BadParameter("changes the configuration that --serve names", param_hint="--set")
     if serve is not None and (target or admin):
         raise typer.BadParameter("brings a system of its own: no --target or --admin beside it", param_hint="--serve")
+    known = (ExperimentError, WorkloadError, RecordError, ComparisonError, RigError, CalibrationError, ServeError, OSError)
     errors = Console(stderr=True)
     status = 0
     done: Record | None = None
     try:
-        plan = read(experiment)
-        if first_seed is not None:
-            plan = plan.model_copy(update={"first_seed": first_seed})
-        material = read_workload(workload or experiment.parent / plan.workload)
-        have, need = windows(material, plan.requests), plan.seeds + plan.tuning_seeds
-        if have is not None and have < need:
-            text = f"{plan.workload}: its {len(material.rows)} rows make {have} windows of {plan.requests}, the plan needs {need}"
-            raise WorkloadError(f"{text}: fewer requests, looks or tuning seeds, or a longer trace (--workload)")
+        plan, material = _planned(experiment, workload, first_seed)
         before = _before(record, plan, material)
-        with _system(serve, sets or [], state_dir) as running:
+        given = list(sets or [])
+        if calibrate is not None and serve is not None:
+            given.append(_calibrated(calibrate, serve, given, state_dir, material, api_key))
+        with system(serve, given, state_dir) as running:
             address = running or admin or ("" if target else DEFAULT_ADMIN)
             found, manifest = ask_admin(address, "") if address else ("", {})
             gateway = target or found
+            if calibrate is not None:
+                manifest["step_times"] = json.loads(calibrate.read_text(encoding="utf-8"))
             if not gateway:
                 raise ComparisonError(f"no gateway: {address} does not answer or knows none, and no --target was given")
             if before is not None and (part := other_system(before.manifest, manifest)):
@@ -93,7 +100,7 @@ def run(
                     errors=errors,
                 )
             )
-    except (ExperimentError, WorkloadError, RecordError, ComparisonError, RigError, ServeError, OSError) as error:
+    except known as error:
         errors.print(str(error), style="red", markup=False, soft_wrap=True)
         status = 1
     if done is None:
@@ -102,6 +109,24 @@ def run(
     _show(done, record, report)
     if status:
         raise typer.Exit(status)
+
+
+def _planned(experiment: Path, workload: Path | None, first_seed: int | None) -> tuple[Experiment, Material]:
+    """The plan and what its workloads are made from. Raises `ExperimentError` or `WorkloadError`."""
+    from coordinator.compare.experiment import read
+    from coordinator.compare.sources import read as read_workload
+    from coordinator.compare.sources import windows
+    from coordinator.compare.traces import WorkloadError
+
+    plan = read(experiment)
+    if first_seed is not None:
+        plan = plan.model_copy(update={"first_seed": first_seed})
+    material = read_workload(workload or experiment.parent / plan.workload)
+    have, need = windows(material, plan.requests), plan.seeds + plan.tuning_seeds
+    if have is not None and have < need:
+        text = f"{plan.workload}: its {len(material.rows)} rows make {have} windows of {plan.requests}, the plan needs {need}"
+        raise WorkloadError(f"{text}: fewer requests, looks or tuning seeds, or a longer trace (--workload)")
+    return plan, material
 
 
 def _show(done: Record, path: Path, report: Path | None) -> None:
@@ -118,17 +143,20 @@ def _show(done: Record, path: Path, report: Path | None) -> None:
         console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _system(config: Path | None, sets: list[str], state_dir: Path) -> Iterator[str]:
-    """The admin address of a system of this configuration; "" where none is asked for."""
-    if config is None:
-        yield ""
-        return
-    from coordinator.served import served
+def _calibrated(file: Path, serve: Path, sets: list[str], state_dir: Path, material: Material, api_key: str) -> str:
+    """The setting that names what path `auto` predicts from; measured first, on a system of its own, where the file is missing.
 
-    arguments = ["-c", str(config), *(f"--set={item}" for item in sets)]
-    with served(arguments, state_dir) as running:
-        yield running.admin
+    Raises `CalibrationError`, `ServeError` or `OSError`.
+    """
+    from coordinator.compare.calibrate_cli import LEAST, write_step_times
+    from coordinator.compare.run import CALIBRATION_SEED
+
+    if not file.exists():
+        drawn = material.workload(CALIBRATION_SEED, material.source.requests).requests
+        longest = max(LEAST, *(len(request.prompt_token_ids) for request in drawn))
+        with system(serve, sets, state_dir) as running:
+            write_step_times(file, running, longest, api_key=api_key, errors=Console(stderr=True))
+    return f"gateway.auto.model_file={file.absolute()}"
 
 
 def _before(path: Path, plan: Experiment, material: Material) -> Record | None:

@@ -25,6 +25,7 @@ from coordinator.compare.summary import summarise
 from coordinator.compare.tools import Checks, Progress, Tools
 from coordinator.compare.verdict import judge
 from coordinator.compare.workload import TUNING_SEEDS_FROM
+from coordinator.routing.auto import AUTO
 
 TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until a seed has been measured."""
@@ -313,6 +314,8 @@ class _Run:
     def _choose(self, arm: ArmRecord, candidate: str) -> None:
         target = self._experiment.arms[arm.name].target(candidate)
         arm.candidate, arm.pools, arm.transport = candidate, target.pools, target.transport
+        if target.path == AUTO and self._record is not None:
+            target = replace(target, slo=self._record.slo)
         self._tools.know(arm.name, target)
 
     def _know(self, record: Record) -> None:

@@ -28,6 +28,7 @@ from coordinator.compare.tools import Progress, Tools
 from coordinator.compare.verdict import Verdict
 from coordinator.compare.workload import TUNING_SEEDS_FROM, PlannedRequest, Workload, WorkloadSpec, make
 from coordinator.config import load
+from coordinator.routing.auto import AUTO, COLOCATED, SPLIT
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,6 +48,9 @@ class Servers:
 
     def know(self, name: str, target: ArmTarget) -> None:
         self._targets[name] = target
+
+    def target(self, name: str) -> ArmTarget:
+        return self._targets[name]
 
     async def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
         target = self._targets[path]
@@ -343,6 +347,22 @@ def test_arms_that_take_turns_are_put_in_place_as_seldom_as_the_order_allows() -
     assert len(after) == 3 * len(record.knees)
 
 
+def test_an_arm_of_path_auto_is_told_the_objective_that_it_is_judged_by() -> None:
+    arms = {path: {"path": path, "candidates": {"both": {"pools": ["c4"]}}} for path in (COLOCATED, SPLIT, AUTO)}
+    plan = experiment(arms=arms, looks=[3], requests=24, rates=2, edge_e2es=0.0, slo="ttft=4x,tpot=100ms")
+    ran = measure(plan, budget_s=0.0)
+    assert [arm.path for arm in ran.record.arms] == [COLOCATED, SPLIT, AUTO]
+    assert {name: ran.servers.target(name).slo for name in arms} == {COLOCATED: None, SPLIT: None, AUTO: ran.record.slo}
+    assert dict(ran.servers.target(AUTO).headers(100))["x-splitpoint-slo-ttft-ms"] == f"{ran.record.slo.ttft_s * 1e3:.6g}"
+
+
+@pytest.mark.parametrize("beside", [{"parity_requests": 4}, {"quality": True}])
+def test_path_auto_is_not_asked_for_equal_tokens(beside: dict[str, Any]) -> None:
+    auto = {"path": AUTO, "candidates": {"both": {}}}
+    with pytest.raises(ExperimentError, match="an arm of path auto takes either"):
+        experiment(arms={"colocated": {"path": "colocated", "candidates": {"both": {}}}, "auto": auto}, **beside)
+
+
 def test_what_cannot_be_done_says_so() -> None:
     with pytest.raises(ComparisonError, match="split path fails even unloaded: UNAVAILABLE"):
         measure(experiment(), broken="s3")
@@ -494,7 +514,8 @@ def test_every_experiment_that_is_shipped_fits_its_system(path: Path) -> None:
     for arm in plan.arms.values():
         for candidate in arm.candidates.values():
             assert set(candidate.pools) <= set(pools)
-    assert plan.is_tuned
+    # Path auto is compared with both others on the same engines, whatever these are.
+    assert plan.is_tuned or any(arm.path == AUTO for arm in plan.arms.values())
     assert len(workload.requests) == plan.requests
 
 
