@@ -69,6 +69,9 @@ class CoordinatorSettings(BaseModel):
         None, description="Accelerators that autoscalers may take all pools together to. None: no limit."
     )
     drain_timeout_s: float = Field(120.0, gt=0, description="Longer than the longest generation; then the rest is ended.")
+    max_unavailable: float = Field(
+        0.25, ge=0, le=1, description="Share of a pool that may be away while other engine arguments replace its workers."
+    )
     restart_backoff_s: float = Field(1.0, gt=0, description="After a start that failed; doubles with each further one.")
     restart_backoff_max_s: float = Field(60.0, gt=0)
     start_timeout_s: float = Field(600.0, gt=0, description="`serve` gives up when not every pool is ready by then.")

@@ -66,14 +66,23 @@ def scale(
 def apply(
     file: Annotated[Path, typer.Argument(help="TOML with one table [pools.NAME] for each pool: role, replicas, engine.")],
     expected_version: Expected = None,
+    max_unavailable: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, metavar="SHARE", help="Of a pool: may be away while its workers are replaced; 1: all at once."
+        ),
+    ] = None,
+    surge: Annotated[
+        bool, typer.Option("--surge", help="Nobody is away: successors start beside; takes the accelerators of one more.")
+    ] = False,
     dry_run: DryRun = False,
     wait: Wait = False,
     timeout: WaitLimit = 600.0,
     admin: Admin = DEFAULT_ADMIN,
     as_json: AsJson = False,
 ) -> None:
-    """Replace the whole set of pools. Workers whose engine arguments agree change their role as they run; others are drained,
-    and their successors started."""
+    """Replace the whole set of pools. Workers whose engine arguments agree change their role as they run; others are drained
+    batch by batch, and their successors started."""
     from coordinator.config import load_pools
     from coordinator.config_layers import ConfigError
     from coordinator.pools.admin import pool_specs
@@ -89,7 +98,9 @@ def apply(
     if scaled := [name for name, pool in pools.items() if pool.autoscaling_config is not None]:
         note = f"autoscaling_config of {', '.join(scaled)} is for `serve`: it is not applied, use `splitpoint autoscale`"
         Console(stderr=True).print(note, markup=False, soft_wrap=True)
-    request = admin_pb2.ApplyPoolsRequest(pools=pool_specs(pools), dry_run=dry_run, expected_version=expected_version)
+    request = admin_pb2.ApplyPoolsRequest(
+        pools=pool_specs(pools), dry_run=dry_run, expected_version=expected_version, max_unavailable=max_unavailable, surge=surge
+    )
     reply = admin_call.call(admin, "ApplyPools", request)
     if wait and not dry_run:
         _wait(admin, timeout, lambda status: list(status.unsettled), lambda status: status)

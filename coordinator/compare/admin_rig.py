@@ -42,7 +42,9 @@ class AdminRig:
 
     async def apply(self, pools: Pools) -> None:
         """See `Rig`."""
+        # Nobody is served between two arms, so all workers are replaced at once.
         request = admin_pb2.ApplyPoolsRequest(
+            max_unavailable=1.0,
             pools=[
                 admin_pb2.PoolSpec(
                     name=name,
@@ -51,7 +53,7 @@ class AdminRig:
                     engine_json=json.dumps(engine) if (engine := pool.get("engine")) else "",
                 )
                 for name, pool in pools.items()
-            ]
+            ],
         )
         await self._call(self._stub.ApplyPools, request, "pools were not put in place")
         until = time.monotonic() + self._ready_timeout_s

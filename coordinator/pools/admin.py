@@ -11,6 +11,7 @@ import grpc.aio
 from pydantic import ValidationError
 
 from coordinator.config import PoolSettings
+from coordinator.pools.desired import Strategy
 from coordinator.pools.plan import Step
 from coordinator.pools.records import PoolTarget
 from coordinator.pools.reports import Beat, GatewayReport, ProcessRef, Resources
@@ -212,6 +213,20 @@ def pools_of(specs: Iterable[admin_pb2.PoolSpec]) -> dict[str, PoolSettings]:
     if not pools:
         raise invalid("pools", "pools is empty: name at least one")
     return pools
+
+
+def strategy_of(request: admin_pb2.ApplyPoolsRequest) -> Strategy | None:
+    """How the change is to replace workers; None: the request does not say.
+
+    Raises:
+        SplitpointError: `INVALID_VALUE` names what is wrong.
+    """
+    share = request.max_unavailable if request.HasField("max_unavailable") else None
+    if share is not None and not 0.0 <= share <= 1.0:
+        raise invalid("max_unavailable", f"max_unavailable must be 0 to 1, a share of a pool, got {share:g}")
+    if share and request.surge:
+        raise invalid("max_unavailable", "max_unavailable must be 0 or unset with surge: then nobody is away")
+    return Strategy(max_unavailable=share, surge=request.surge) if share is not None or request.surge else None
 
 
 def pool_specs(pools: Mapping[str, PoolSettings]) -> list[admin_pb2.PoolSpec]:

@@ -4,17 +4,18 @@ A worker can serve any role, and its engine is all that cannot be changed while 
 first from those that another pool has too many of and whose engine arguments are the same: a new label, no load of the model.
 
 What a change *replaces* (a pool that is gone or scaled to 0, or whose engine arguments have changed) holds accelerators that
-its successors need: while any of it is left, starts are limited to `budget_ranks`, and the last worker that could serve a
-request stays until a successor is ready, if there is room for a successor beside it.
+its successors need, and serves until they do: `replacement` says who of it goes in which batch.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from coordinator.pools import replacement
 from coordinator.pools.records import PoolTarget, Restart, WorkerRecord
+from coordinator.pools.replacement import Place, answers, serves
 from coordinator.routing.views import Role, WorkerState
 from protos.ids import WorkerId
 
@@ -29,7 +30,7 @@ class Fate(enum.StrEnum):
     STOP = "stop"
     """It is drained, then ended."""
     HOLD = "hold"
-    """It goes too, as soon as a successor is ready."""
+    """It goes too, in a later batch."""
     LEAVING = "leaving"
     """A drain was asked for before."""
 
@@ -60,12 +61,14 @@ def assign(
     workers: Iterable[WorkerRecord],
     *,
     budget_ranks: int = 0,
+    max_unavailable: float = 0.0,
     whole_roles: frozenset[Role],
     gateways_behind: bool = False,
 ) -> Assignment:
     """`workers` are those that live. Roles in `whole_roles` are offered whole requests. The larger of `budget_ranks` and what
-    `targets` need is how many accelerators may be held at once while replaced workers are left. `gateways_behind`: some gateway
-    does not reach every ready worker yet, so no worker is restarted for now."""
+    `targets` need is how many accelerators may be held at once while replaced workers are left, and `max_unavailable` the share
+    of a pool that may be away then. `gateways_behind`: some gateway does not reach every ready worker yet, so no worker that
+    serves is restarted or replaced for now."""
     alive = list(workers)
     by_name = {target.name: target for target in targets}
     staying: dict[str, list[WorkerRecord]] = {name: [] for name in by_name}
@@ -107,17 +110,23 @@ def assign(
         whole_pools = [name for name in by_name if not missing[name] and not places[name]]
         for worker in _turns([staying[name] for name in whole_pools], fates.values(), whole_roles):
             fates[worker.worker_id] = Assigned(worker, Fate.STOP, None, RESTARTS)
-    replaced = [w for w in alive if _is_replaced(w, fates[w.worker_id], by_name)]
-    startable = dict(missing)
-    if replaced:
-        budget = max(budget_ranks, sum(t.replicas * t.ranks for t in targets))
-        room = budget - sum(w.ranks for w in alive)
-        stopped = [w for w in replaced if fates[w.worker_id].fate is Fate.STOP]
-        kept = _keeper(stopped, fates.values(), missing, by_name, room, whole_roles)
-        if kept is not None:
-            fates[kept.worker_id] = Assigned(kept, Fate.HOLD, None, "serves until a successor is ready")
-        startable = _within(room, missing, by_name)
-    return Assignment({w.worker_id: fates[w.worker_id] for w in alive}, missing, startable, bool(replaced))
+    live = [Place(w, a.target, _is_replaced(a, by_name)) for w in alive for a in (fates[w.worker_id],)]
+    replacing, startable = any(place.replaced for place in live), missing
+    if replacing:
+        batch = replacement.batch(
+            targets,
+            live,
+            missing,
+            budget_ranks=max(budget_ranks, sum(t.replicas * t.ranks for t in targets)),
+            max_unavailable=max_unavailable,
+            whole_roles=whole_roles,
+            gateways_behind=gateways_behind,
+        )
+        startable = dict(batch.startable)
+        for worker in batch.held:
+            stopped = fates[worker.worker_id]
+            fates[worker.worker_id] = replace(stopped, fate=Fate.HOLD, reason=f"{stopped.reason}; it serves until its turn")
+    return Assignment({w.worker_id: fates[w.worker_id] for w in alive}, missing, startable, replacing)
 
 
 def _turns(
@@ -125,7 +134,7 @@ def _turns(
 ) -> list[WorkerRecord]:
     """The workers whose turn it is to be restarted, at most one of each of `pools`, which lack nobody: the oldest, where all of
     its pool serve and others answer requests without it."""
-    serving = [a.worker for a in fates if a.target is not None and _serves(a.worker)]
+    serving = [a.worker for a in fates if a.target is not None and serves(a.worker)]
     chosen = []
     for pool in pools:
         due = [worker for worker in pool if worker.restart is not None]
@@ -159,47 +168,9 @@ def _why_gone(worker: WorkerRecord, home: PoolTarget | None) -> str:
     return f"pool {home.name} is scaled to {home.replicas}"
 
 
-def _is_replaced(worker: WorkerRecord, assigned: Assigned, by_name: Mapping[str, PoolTarget]) -> bool:
+def _is_replaced(assigned: Assigned, by_name: Mapping[str, PoolTarget]) -> bool:
     if assigned.target is not None:
         return False
+    worker = assigned.worker
     home = by_name.get(worker.pool)
     return home is None or not home.replicas or worker.engine not in (None, home.engine)
-
-
-def _keeper(
-    going: Sequence[WorkerRecord],
-    fates: Collection[Assigned],
-    missing: Mapping[str, int],
-    by_name: Mapping[str, PoolTarget],
-    room: int,
-    whole_roles: frozenset[Role],
-) -> WorkerRecord | None:
-    """Of those that go, the one that serves until a successor does: None when somebody else serves, nothing is to be started,
-    or a successor would not fit beside it."""
-    stay = [a for a in fates if a.target is not None]
-    able = [w for w in going if _serves(w) and w.role in whole_roles]
-    if not able or answers({a.target.role for a in stay if a.target is not None and _serves(a.worker)}, whole_roles):
-        return None
-    keeper = max(able, key=lambda w: (w.role is not Role.PREFILL, -w.created_s))
-    if any(a.worker.state is WorkerState.STARTING for a in stay):
-        return keeper
-    needs = [by_name[name].ranks for name, count in missing.items() if count]
-    leaving_ranks = sum(a.worker.ranks for a in fates if a.target is None and a.worker.worker_id != keeper.worker_id)
-    return keeper if needs and room + leaving_ranks >= min(needs) else None
-
-
-def _serves(worker: WorkerRecord) -> bool:
-    return worker.state is WorkerState.READY and not worker.cordoned
-
-
-def answers(roles: Collection[Role], whole_roles: frozenset[Role]) -> bool:
-    """Workers of these roles are enough to answer a request: one that is offered whole ones, or a pair of phases."""
-    return bool(whole_roles & set(roles)) or {Role.PREFILL, Role.DECODE} <= set(roles)
-
-
-def _within(room: int, missing: Mapping[str, int], by_name: Mapping[str, PoolTarget]) -> dict[str, int]:
-    startable = {}
-    for name, count in missing.items():
-        startable[name] = min(count, max(0, room) // by_name[name].ranks)
-        room -= startable[name] * by_name[name].ranks
-    return startable

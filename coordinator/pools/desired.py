@@ -19,12 +19,20 @@ from protos.errors import Code, SplitpointError, invalid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    """`settings` are the run's with these pools. `budget_ranks`: see `assign`."""
+    """`settings` are the run's with these pools. `budget_ranks`: see `assign`. `asked_unavailable` is the share that the change
+    to these pools was asked with; None: the configured one."""
 
     version: int
     settings: Settings
     targets: tuple[PoolTarget, ...]
     budget_ranks: int
+    asked_unavailable: float | None = None
+
+    @property
+    def max_unavailable(self) -> float:
+        """See `assign`."""
+        asked = self.asked_unavailable
+        return self.settings.coordinator.max_unavailable if asked is None else asked
 
     @property
     def ranks(self) -> int:
@@ -36,6 +44,15 @@ class Desired:
         return next((t for t in self.targets if t.name == pool), None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How a change replaces workers. `max_unavailable`: see `assign`; None: as configured. `surge`: none is away, and successors
+    start beside, on the accelerators of one worker more."""
+
+    max_unavailable: float | None = None
+    surge: bool = False
+
+
 def engine_key(engine: EngineSettings) -> str:
     """Equal for engines that are started with the same arguments: the workers may change roles with each other."""
     # The order in which arguments were written is no argument.
@@ -43,7 +60,14 @@ def engine_key(engine: EngineSettings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def desired(run: Settings, pools: Mapping[str, PoolSettings], *, version: int, budget_ranks: int) -> Desired:
+def desired(
+    run: Settings,
+    pools: Mapping[str, PoolSettings],
+    *,
+    version: int,
+    budget_ranks: int,
+    asked_unavailable: float | None = None,
+) -> Desired:
     """`run` is what the system was started with.
 
     Raises:
@@ -63,7 +87,13 @@ def desired(run: Settings, pools: Mapping[str, PoolSettings], *, version: int, b
                 start_timeout_s=engine.start_timeout_s,
             )
         )
-    return Desired(version=version, settings=settings, targets=tuple(targets), budget_ranks=budget_ranks)
+    return Desired(
+        version=version,
+        settings=settings,
+        targets=tuple(targets),
+        budget_ranks=budget_ranks,
+        asked_unavailable=asked_unavailable,
+    )
 
 
 def changed(
@@ -74,10 +104,11 @@ def changed(
     expected: int | None,
     whole_roles: frozenset[Role],
     replacing: bool = False,
+    strategy: Strategy | None = None,
 ) -> Desired:
     """What `present` becomes when `pools` replace its own; its version is still that of `present`. `expected` is the version
     that the caller has seen, `whole_roles` are offered whole requests. `replacing`: the change to `present` is not over, so
-    what could be held for it still can.
+    what could be held for it still can, and what it was asked with holds unless `strategy` says otherwise.
 
     Raises:
         SplitpointError: `CONFLICT` another version, or nobody would be left to serve a request; `INVALID_VALUE` names what
@@ -99,7 +130,16 @@ def changed(
     if not (roles & whole_roles or {Role.PREFILL, Role.DECODE} <= roles):
         message = "nobody would be left to serve a request: neither a pool that is offered whole ones nor a pair of phases"
         raise SplitpointError(Code.CONFLICT, message, param="pools")
-    return replace(new, budget_ranks=max(present.ranks, new.ranks, present.budget_ranks if replacing else 0))
+    budget_ranks = max(present.ranks, new.ranks)
+    if strategy is None:
+        asked = present.asked_unavailable if replacing else None
+    elif strategy.surge:
+        before = {target.name: target.engine for target in present.targets}
+        budget_ranks += max((t.ranks for t in new.targets if t.replicas and before.get(t.name) != t.engine), default=0)
+        asked = 0.0
+    else:
+        asked = strategy.max_unavailable
+    return replace(new, budget_ranks=max(budget_ranks, present.budget_ranks if replacing else 0), asked_unavailable=asked)
 
 
 def check_version(present: Desired, expected: int | None) -> None:

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from coordinator.config import PoolSettings, Settings
-from coordinator.pools.assign import Assignment, answers, assign
-from coordinator.pools.desired import Desired, changed, check_version, desired
+from coordinator.pools.assign import Assignment, assign
+from coordinator.pools.desired import Desired, Strategy, changed, check_version, desired
 from coordinator.pools.fleet import Fleet
 from coordinator.pools.plan import Step, living, plan, unsettled
 from coordinator.pools.reconcile import check_scale
 from coordinator.pools.records import PoolTarget, Restart
+from coordinator.pools.replacement import answers
 from coordinator.pools.reports import GatewayReport
 from coordinator.pools.store import Store
 from coordinator.routing.views import Role, WorkerState
@@ -33,7 +34,13 @@ class DesiredPools:
 
     def _read(self) -> Desired:
         kept = self._store.desired()
-        return desired(self._run, kept.pools, version=kept.version, budget_ranks=kept.budget_ranks)
+        return desired(
+            self._run,
+            kept.pools,
+            version=kept.version,
+            budget_ranks=kept.budget_ranks,
+            asked_unavailable=kept.max_unavailable,
+        )
 
     @property
     def targets(self) -> tuple[PoolTarget, ...]:
@@ -57,19 +64,29 @@ class DesiredPools:
             log.info("pool %s is to have %d workers", pool, replicas)
         return target, steps
 
-    def apply(self, pools: Mapping[str, PoolSettings], *, expected: int | None = None, dry_run: bool = False) -> list[Step]:
-        """`pools` replace the whole desired set; what that means for each worker. `dry_run` changes nothing.
+    def apply(
+        self,
+        pools: Mapping[str, PoolSettings],
+        *,
+        expected: int | None = None,
+        dry_run: bool = False,
+        strategy: Strategy | None = None,
+    ) -> list[Step]:
+        """`pools` replace the whole desired set; what that means for each worker. `dry_run` changes nothing. `strategy`: how
+        workers are replaced; None: as configured, or as the change was asked for that still runs.
 
         Raises:
             SplitpointError: see `changed`.
         """
-        steps = self._change(pools, expected, dry_run)
+        steps = self._change(pools, expected, dry_run, strategy)
         if not dry_run:
             shown = ", ".join(f"{t.name} ({t.role}) {t.replicas}" for t in self.targets)
             log.info("the pools are to be %s, version %d", shown, self.present.version)
         return steps
 
-    def _change(self, pools: Mapping[str, PoolSettings], expected: int | None, dry_run: bool) -> list[Step]:
+    def _change(
+        self, pools: Mapping[str, PoolSettings], expected: int | None, dry_run: bool, strategy: Strategy | None = None
+    ) -> list[Step]:
         new = changed(
             self._run,
             self.present,
@@ -77,10 +94,11 @@ class DesiredPools:
             expected=expected,
             whole_roles=self._whole_roles,
             replacing=self._assignment(self.present).replacing,
+            strategy=strategy,
         )
         steps = plan(self._assignment(new))
         if not dry_run:
-            self._store.put_pools(pools, new.budget_ranks)
+            self._store.put_pools(pools, new.budget_ranks, new.asked_unavailable)
             self.present = self._read()
         return steps
 
@@ -204,4 +222,10 @@ class DesiredPools:
 
     def _assignment(self, wanted: Desired) -> Assignment:
         alive = living(self._fleet.records())
-        return assign(wanted.targets, alive, budget_ranks=wanted.budget_ranks, whole_roles=self._whole_roles)
+        return assign(
+            wanted.targets,
+            alive,
+            budget_ranks=wanted.budget_ranks,
+            max_unavailable=wanted.max_unavailable,
+            whole_roles=self._whole_roles,
+        )

@@ -74,9 +74,15 @@ class CoordinatorActor:
             now_s = time.monotonic()
             behind = self._pools.gateways_behind(self._gateways.reports.values())
             actual = Actual(workers=self._fleet.records(), backoff=self._fleet.backoff, gateways_behind=behind)
-            budget_ranks = self._pools.present.budget_ranks
+            wanted = self._pools.present
             for action in reconcile(
-                self._pools.targets, actual, now_s, self._rules, budget_ranks=budget_ranks, ending=self._ending
+                wanted.targets,
+                actual,
+                now_s,
+                self._rules,
+                budget_ranks=wanted.budget_ranks,
+                max_unavailable=wanted.max_unavailable,
+                ending=self._ending,
             ):
                 self._workers.carry_out(action, now_s)
             if self._ending is Ending.NOT:
@@ -204,7 +210,9 @@ class CoordinatorActor:
         """Raises `SplitpointError`: see `DesiredPools.apply`."""
         await self._ready.wait()
         expected = request.expected_version if request.HasField("expected_version") else None
-        steps = self._pools.apply(admin.pools_of(request.pools), expected=expected, dry_run=request.dry_run)
+        steps = self._pools.apply(
+            admin.pools_of(request.pools), expected=expected, dry_run=request.dry_run, strategy=admin.strategy_of(request)
+        )
         self._wake.set()
         return admin_pb2.ApplyPoolsResponse(plan=admin.plan(steps), version=self._pools.present.version)
 

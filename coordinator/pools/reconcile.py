@@ -145,11 +145,12 @@ def reconcile(
     rules: Rules,
     *,
     budget_ranks: int = 0,
+    max_unavailable: float = 0.0,
     ending: Ending = Ending.NOT,
 ) -> list[Action]:
     """The actions that bring `actual` closer to `targets`. At most one action per worker and pass.
 
-    `budget_ranks`: see `assign`.
+    `budget_ranks`, `max_unavailable`: see `assign`.
     """
     if ending is Ending.WORKERS:
         targets = ()
@@ -170,6 +171,7 @@ def reconcile(
         wanted,
         alive,
         budget_ranks=budget_ranks,
+        max_unavailable=max_unavailable,
         whole_roles=rules.whole_roles,
         gateways_behind=actual.gateways_behind or ending is not Ending.NOT,
     )

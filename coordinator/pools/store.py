@@ -21,14 +21,14 @@ from coordinator.pools.reports import Beat, ProcessRef
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of the tables below; raise it with every change of one. 0: a new file, or one of before versions were written."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS pool (name TEXT PRIMARY KEY, role TEXT NOT NULL, replicas INTEGER NOT NULL CHECK (replicas >= 0),
   engine TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS desired
-  (only INTEGER PRIMARY KEY CHECK (only = 0), version INTEGER NOT NULL, budget_ranks INTEGER NOT NULL);
+  (only INTEGER PRIMARY KEY CHECK (only = 0), version INTEGER NOT NULL, budget_ranks INTEGER NOT NULL, max_unavailable REAL);
 CREATE TABLE IF NOT EXISTS label (worker_id TEXT PRIMARY KEY, pool TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS cordoned (worker_id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS draining (worker_id TEXT PRIMARY KEY, until_unix_s REAL NOT NULL);
@@ -45,10 +45,12 @@ CREATE TABLE IF NOT EXISTS counter (name TEXT PRIMARY KEY, value INTEGER NOT NUL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPools:
-    """The desired pools, in the order they were given. `budget_ranks`: see `assign`."""
+    """The desired pools, in the order they were given. `budget_ranks` and `max_unavailable`: see `assign`; the latter is None
+    where nobody asked for another share than the configured one."""
 
     version: int
     budget_ranks: int
+    max_unavailable: float | None = None
     pools: dict[str, PoolSettings]
 
 
@@ -134,7 +136,7 @@ class Store:
             self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (run_id,))
             for table in ("draining", "process", "fence", "label", "cordoned", "restart", "autoscaler", "accelerator_budget"):
                 self._db.execute(f"DELETE FROM {table}")
-            self._replace_pools(pools, 0)
+            self._replace_pools(pools, 0, None)
             for name, pool in pools.items():
                 if pool.autoscaling_config is not None:
                     self.put_autoscaler(name, pool.autoscaling_config.model_dump_json())
@@ -143,23 +145,23 @@ class Store:
 
     def desired(self) -> StoredPools:
         """What the last `begin_run` or `put_pools` has written."""
-        version, budget_ranks = self._db.execute("SELECT version, budget_ranks FROM desired").fetchone()
+        version, budget_ranks, share = self._db.execute("SELECT version, budget_ranks, max_unavailable FROM desired").fetchone()
         rows = self._db.execute("SELECT name, role, replicas, engine FROM pool ORDER BY rowid")
         pools = {
             name: PoolSettings(role=Role(role), replicas=replicas, engine=json.loads(engine))
             for name, role, replicas, engine in rows
         }
-        return StoredPools(version=version, budget_ranks=budget_ranks, pools=pools)
+        return StoredPools(version=version, budget_ranks=budget_ranks, max_unavailable=share, pools=pools)
 
-    def put_pools(self, pools: Mapping[str, PoolSettings], budget_ranks: int) -> int:
+    def put_pools(self, pools: Mapping[str, PoolSettings], budget_ranks: int, max_unavailable: float | None = None) -> int:
         """Replace the whole desired set. Returns its version; versions rise and are never given twice, over all runs."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            return self._replace_pools(pools, budget_ranks)
+            return self._replace_pools(pools, budget_ranks, max_unavailable)
 
-    def _replace_pools(self, pools: Mapping[str, PoolSettings], budget_ranks: int) -> int:
+    def _replace_pools(self, pools: Mapping[str, PoolSettings], budget_ranks: int, max_unavailable: float | None) -> int:
         version = self._count("desired")
-        self._db.execute("INSERT OR REPLACE INTO desired VALUES (0, ?, ?)", (version, budget_ranks))
+        self._db.execute("INSERT OR REPLACE INTO desired VALUES (0, ?, ?, ?)", (version, budget_ranks, max_unavailable))
         self._db.execute("DELETE FROM pool")
         rows = [(name, pool.role.value, pool.replicas, json.dumps(pool.engine)) for name, pool in pools.items()]
         self._db.executemany("INSERT INTO pool VALUES (?, ?, ?, ?)", rows)

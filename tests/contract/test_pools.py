@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import load
-from coordinator.routing.views import Role
+from coordinator.pools.desired import Strategy
+from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
 from tests.support.cores import CoreUnderTest, Reader, core_over
@@ -24,6 +25,7 @@ OPTIONS = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SPLIT = pool_settings(prefill={"role": "prefill"}, decode={"role": "decode", "replicas": 2})
 MORE_PREFILL = pool_settings(prefill={"role": "prefill", "replicas": 2}, decode={"role": "decode"})
 COLOCATED = pool_settings(both={"role": "colocated", "replicas": 3})
+OTHER_DECODE = pool_settings(prefill={"role": "prefill"}, decode={"role": "decode", "replicas": 4, "engine": {"max_num_seqs": 5}})
 OTHER_ENGINE = pool_settings(both={"role": "colocated", "replicas": 2, "engine": {"max_num_seqs": 5}})
 
 
@@ -73,6 +75,25 @@ class Rig:
         finally:
             over.set()
             await asyncio.gather(*clients)
+
+    @contextlib.asynccontextmanager
+    async def watched(self, pool: str) -> AsyncIterator[list[tuple[int, int]]]:
+        """After each change of the membership until the block ends: how many workers of `pool` are offered requests, and how
+        many workers there are in all."""
+        seen = []
+
+        async def watch() -> None:
+            while True:
+                await self.cluster.fleet.next_change(1.0)
+                records = self.cluster.fleet.records()
+                seen.append((sum(r.pool == pool and r.state is WorkerState.READY for r in records), len(records)))
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield seen
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
 
     async def next_answers(self, answered: Sequence[Reader]) -> list[Reader]:
         """The first few of `answered` that were asked from now on."""
@@ -189,6 +210,28 @@ async def test_other_engine_arguments_restart_workers_one_serving_until_a_succes
     assert not old & {p.incarnation for p in new.values()}
     assert {p.facts().start_arguments["max_num_seqs"] for p in new.values()} == {5}
     assert await rig.held() == [(0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize(("surge", "fewest", "most"), [(False, 3, 5), (True, 4, 6)])
+async def test_a_pool_of_other_engine_arguments_is_replaced_in_batches(rig: Rig, surge: bool, fewest: int, most: int) -> None:
+    """Four decode workers and one for prefill: one of the four may be away, or none where one more may be there."""
+    pools = rig.cluster.pools
+    pools.scale("decode", 4)
+    await rig.cluster.settled(rig.under_test.core)
+    before = rig.incarnations()
+    async with rig.load() as answered, rig.watched("decode") as seen:
+        pools.apply(OTHER_DECODE, strategy=Strategy(surge=surge))
+        assert len([line for line in pools.unsettled([]) if "serves until its turn" in line]) >= fewest
+        await rig.cluster.settled(rig.under_test.core)
+    assert answered
+    assert min(serving for serving, _ in seen) >= fewest
+    assert max(total for _, total in seen) <= most
+    alive = {worker_id: rig.cluster.processes[worker_id] for worker_id in rig.members()}
+    changed = {worker_id: process.facts().start_arguments["max_num_seqs"] == 5 for worker_id, process in alive.items()}
+    assert sorted(changed.values()) == [False] + [True] * 4
+    kept = [worker_id for worker_id in alive if alive[worker_id].incarnation == before.get(worker_id)]
+    assert kept == ["prefill-1"]
+    assert await rig.held() == [(0, 0, 0)] * 5
 
 
 async def test_an_apply_that_is_repeated_while_it_runs_keeps_who_serves_until_a_successor_does(rig: Rig) -> None:

@@ -43,10 +43,10 @@ class World:
         self.started = 0
         self.stopped = 0
 
-    def step(self, targets: list[PoolTarget], budget_ranks: int) -> None:
+    def step(self, targets: list[PoolTarget], budget_ranks: int, max_unavailable: float = 0.0) -> None:
         self.now_s += 1.0
         actual = Actual(workers=list(self.workers.values()))
-        actions = reconcile(targets, actual, self.now_s, RULES, budget_ranks=budget_ranks)
+        actions = reconcile(targets, actual, self.now_s, RULES, budget_ranks=budget_ranks, max_unavailable=max_unavailable)
         touched = [action.worker_id for action in actions if not isinstance(action, StartWorker)]
         assert len(touched) == len(set(touched)), "one action per worker"
         by_name = {target.name: target for target in targets}
@@ -117,9 +117,17 @@ def pool_sets(engines: str, ranks: dict[str, int]) -> st.SearchStrategy[list[Poo
     return made.filter(lambda targets: total(targets) > 0)
 
 
-@given(st.lists(st.tuples(pool_sets("xy", {"x": 1, "y": 2}), st.integers(0, 12)), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
-def test_every_set_is_reached_and_the_accelerators_are_never_exceeded(asked: list[tuple[list[PoolTarget], int]]) -> None:
+SHARES = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+RANKS = st.sampled_from([{"x": 1, "y": 2}, {"x": 3, "y": 2}])
+
+
+@given(
+    RANKS.flatmap(lambda ranks: st.lists(st.tuples(pool_sets("xy", ranks), st.integers(0, 12)), min_size=1, max_size=4)), SHARES
+)
+@settings(max_examples=200, deadline=None)
+def test_every_set_is_reached_and_the_accelerators_are_never_exceeded(
+    asked: list[tuple[list[PoolTarget], int]], share: float
+) -> None:
     """Each set is left alone for some passes, the last one until nothing is to be done."""
     world, held = World(), 0
     targets: list[PoolTarget] = []
@@ -128,19 +136,19 @@ def test_every_set_is_reached_and_the_accelerators_are_never_exceeded(asked: lis
         budget_ranks = max(total(targets), held)
         for _ in range(passes):
             before = world.ranks()
-            world.step(targets, budget_ranks)
+            world.step(targets, budget_ranks, share)
             if any(w.engine not in {t.engine for t in targets} for w in world.workers.values()):
                 assert world.ranks() <= max(before, budget_ranks)
         held = max(total(targets), world.ranks())
     for _ in range(LIMIT):
         if not world.unsettled(targets, budget_ranks):
             break
-        world.step(targets, budget_ranks)
+        world.step(targets, budget_ranks, share)
     assert world.unsettled(targets, budget_ranks) == []
     have = sorted((w.pool, w.role, w.engine) for w in world.workers.values())
     assert have == sorted((t.name, t.role, t.engine) for t in targets for _ in range(t.replicas))
     known = dict(world.workers)
-    world.step(targets, budget_ranks)
+    world.step(targets, budget_ranks, share)
     assert world.workers.keys() == known.keys(), "and stays so"
 
 
@@ -161,6 +169,26 @@ def test_with_one_engine_only_the_difference_is_started_or_stopped(old: list[Poo
     assert world.started - started == max(0, total(new) - total(old))
     assert world.stopped == max(0, total(old) - total(new))
     assert all(count >= min(total(old), total(new)) for count in serving), "no more than the surplus ever leaves"
+
+
+@given(pool_sets("x", {"x": 1}), SHARES, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_of_each_pool_no_more_is_away_than_may_be(pools: list[PoolTarget], share: float, surge: bool) -> None:
+    """All pools get other engine arguments. With one accelerator more and no share nobody is missed."""
+    new = [replace(target, engine="y") for target in pools]
+    world, budget_ranks = World(), total(pools) + surge
+    for _ in range(START_PASSES + 2):
+        world.step(pools, total(pools))
+    for _ in range(LIMIT):
+        if not world.unsettled(new, budget_ranks):
+            break
+        world.step(new, budget_ranks, share)
+        assert world.ranks() <= budget_ranks
+        for target in pools:
+            serving = sum(w.pool == target.name and w.state is WorkerState.READY for w in world.workers.values())
+            may_be_away = 0 if surge and not share else max(1, int(share * target.replicas))
+            assert serving >= target.replicas - may_be_away
+    assert world.unsettled(new, budget_ranks) == []
 
 
 @given(pool_sets("x", {"x": 1}), pool_sets("y", {"y": 1}))

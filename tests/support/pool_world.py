@@ -82,6 +82,9 @@ class PoolWorld:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.targets: dict[str, PoolTarget] = {}
+        self.surge_ranks = 0
+        """What may be held beyond `targets` while workers are replaced."""
+        self.max_unavailable = 0.25
         self.processes: dict[WorkerId, Process] = {}
         self.fleet = Fleet()
         self.router = Router(RoutingSettings(), random.Random(1), transports=TRANSPORTS)
@@ -102,7 +105,10 @@ class PoolWorld:
     def reconcile(self) -> list[Action]:
         """One pass, carried out."""
         actual = Actual(workers=self.fleet.records(), backoff=self.fleet.backoff)
-        actions = reconcile(self.targets.values(), actual, self.now_s, RULES)
+        targets = list(self.targets.values())
+        budget_ranks = sum(t.replicas * t.ranks for t in targets) + self.surge_ranks
+        limits = {"budget_ranks": budget_ranks, "max_unavailable": self.max_unavailable}
+        actions = reconcile(targets, actual, self.now_s, RULES, **limits)
         for action in actions:
             self._carry_out(action)
         self.look()

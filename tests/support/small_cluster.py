@@ -95,8 +95,9 @@ class SmallCluster:
         while True:
             behind = self.pools.gateways_behind([report_of(core) for core in self.cores])
             actual = Actual(workers=self.fleet.records(), backoff=self.fleet.backoff, gateways_behind=behind)
-            now_s, budget = time.monotonic(), self.pools.present.budget_ranks
-            for action in reconcile(self.pools.targets, actual, now_s, self._rules, budget_ranks=budget):
+            now_s, wanted = time.monotonic(), self.pools.present
+            limits = {"budget_ranks": wanted.budget_ranks, "max_unavailable": wanted.max_unavailable}
+            for action in reconcile(wanted.targets, actual, now_s, self._rules, **limits):
                 self._carry_out(action, now_s)
             self._passed.set()
             self._passed = asyncio.Event()

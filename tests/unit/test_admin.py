@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.config import PoolSettings, Settings, load_pools
-from coordinator.pools.admin import pool_specs, pools_of, ready_of
+from coordinator.pools.admin import pool_specs, pools_of, ready_of, strategy_of
+from coordinator.pools.desired import Strategy
 from coordinator.pools.records import PoolTarget
 from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code, SplitpointError
@@ -72,6 +73,35 @@ def test_a_bad_set_is_refused_by_name(specs: list[dict[str, Any]], said: str) ->
         pools_of(admin_pb2.PoolSpec(**spec) for spec in specs)
     assert (caught.value.code, caught.value.param) == (Code.INVALID_VALUE, "pools")
     assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "strategy"),
+    [
+        ({}, None),
+        ({"max_unavailable": 0.0}, Strategy(max_unavailable=0.0)),
+        ({"max_unavailable": 1.0}, Strategy(max_unavailable=1.0)),
+        ({"surge": True}, Strategy(surge=True)),
+        ({"surge": True, "max_unavailable": 0.0}, Strategy(max_unavailable=0.0, surge=True)),
+    ],
+)
+def test_how_workers_are_replaced_is_as_asked(fields: dict[str, Any], strategy: Strategy | None) -> None:
+    assert strategy_of(admin_pb2.ApplyPoolsRequest(**fields)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_unavailable": -0.1}, "must be 0 to 1, a share of a pool, got -0.1"),
+        ({"max_unavailable": 2.0}, "must be 0 to 1, a share of a pool, got 2"),
+        ({"max_unavailable": float("nan")}, "must be 0 to 1, a share of a pool, got nan"),
+        ({"max_unavailable": 0.5, "surge": True}, "must be 0 or unset with surge"),
+    ],
+)
+def test_a_share_that_is_none_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(SplitpointError, match=f"max_unavailable {said}") as caught:
+        strategy_of(admin_pb2.ApplyPoolsRequest(**fields))
+    assert (caught.value.code, caught.value.param) == (Code.INVALID_VALUE, "max_unavailable")
 
 
 def test_the_pools_of_the_guide_can_be_applied(tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ class TestReplace:
 
     def test_what_was_held_before_may_be_held_on_the_way(self) -> None:
         small = (pool("both", Role.COLOCATED, 1, "b"),)
-        assert fates(run(small, [P1, D1])) == {"prefill-1": "stop", "decode-1": "stop"}
+        assert fates(run(small, [P1, D1])) == {"prefill-1": "stop", "decode-1": "hold"}
+        assert fates(run(small, [D1])) == {"decode-1": "stop"}, "there is no room beside it"
         assert fates(run(small, [P1, D1], budget_ranks=2)) == {"prefill-1": "stop", "decode-1": "hold"}
         assert run(small, [D1], budget_ranks=2).startable == {"both": 1}
 
@@ -166,9 +167,10 @@ class TestReplace:
         whole = frozenset({Role.COLOCATED})
         old = worker("both-1", Role.COLOCATED)
         assert fates(assign(targets, [P1, old], budget_ranks=3, whole_roles=whole))["both-1"] == "hold"
-        assert fates(assign(targets, [P1, old], budget_ranks=3, whole_roles=ALL_ROLES))["both-1"] == "stop"
+        assert fates(assign(targets, [P1, old], budget_ranks=2, whole_roles=whole))["both-1"] == "stop", "no room beside it"
+        assert fates(assign(targets, [P1, old], max_unavailable=1.0, whole_roles=ALL_ROLES))["both-1"] == "stop"
 
-    def test_a_worker_that_stays_serves_so_all_the_others_go_at_once(self) -> None:
+    def test_a_worker_that_stays_serves_so_another_may_be_away(self) -> None:
         done = run((pool("prefill", Role.PREFILL, 1), pool("decode", Role.DECODE, 1, "b")), [P1, D1])
         assert fates(done) == {"prefill-1": "keep prefill", "decode-1": "stop"}
         assert done.startable == {"prefill": 0, "decode": 0}
@@ -180,6 +182,38 @@ class TestReplace:
 
     def test_without_targets_all_go(self) -> None:
         assert set(fates(run((), [P1, D1])).values()) == {"stop"}
+        away = assign((), [P1, D1], whole_roles=ALL_ROLES, gateways_behind=True)
+        assert set(fates(away).values()) == {"stop"}, "a system that ends waits for no gateway"
+
+    def test_a_batch_waits_until_gateways_reach_the_successors(self) -> None:
+        targets, fresh = (pool("decode", Role.DECODE, 2, "b"),), worker("decode-3", Role.DECODE, engine="b")
+        for behind, fate in ((True, "hold"), (False, "stop")):
+            done = assign(targets, [D1, fresh], max_unavailable=0.5, whole_roles=ALL_ROLES, gateways_behind=behind)
+            assert fates(done) == {"decode-1": fate, "decode-3": "keep decode"}
+
+    def test_a_pools_successors_take_the_accelerators_that_it_gave_up_itself(self) -> None:
+        targets = (pool("prefill", Role.PREFILL, 4, "b"), pool("decode", Role.DECODE, 4, "b"))
+        left = [worker(f"prefill-{n}", Role.PREFILL) for n in (1, 2, 3)] + [worker(f"decode-{n}", Role.DECODE) for n in (1, 2, 3)]
+        done = assign(targets, left, max_unavailable=0.25, whole_roles=ALL_ROLES)
+        assert (done.startable, set(fates(done).values())) == ({"prefill": 1, "decode": 1}, {"hold"})
+
+    def test_of_two_small_pools_the_one_that_is_behind_goes_next(self) -> None:
+        targets = (pool("prefill", Role.PREFILL, 2, "b"), pool("decode", Role.DECODE, 2, "b"))
+        first = fates(run(targets, [P1, P2, D1, D2]))
+        assert first == {"prefill-1": "hold", "prefill-2": "stop", "decode-1": "hold", "decode-2": "hold"}
+        second = fates(run(targets, [P1, worker("prefill-3", Role.PREFILL, engine="b"), D1, D2]))
+        assert second == {"prefill-1": "hold", "prefill-3": "keep prefill", "decode-1": "hold", "decode-2": "stop"}
+
+    def test_who_serves_nobody_is_in_no_batch_and_goes_first(self) -> None:
+        away = [worker("decode-3", Role.DECODE, cordoned=True), worker("decode-4", Role.DECODE, STARTING)]
+        done = run((pool("decode", Role.DECODE, 4, "b"),), [D1, D2, *away])
+        assert fates(done) == {"decode-1": "hold", "decode-2": "hold", "decode-3": "stop", "decode-4": "stop"}
+
+    def test_a_cordoned_successor_holds_the_rest(self) -> None:
+        fresh = [worker(f"decode-{n}", Role.DECODE, engine="b", cordoned=n == 3) for n in (3, 4)]
+        done = assign((pool("decode", Role.DECODE, 3, "b"),), [D1, *fresh], max_unavailable=0.5, whole_roles=ALL_ROLES)
+        assert fates(done) == {"decode-1": "hold", "decode-3": "keep decode", "decode-4": "keep decode"}
+        assert done.startable == {"decode": 0}
 
 
 class TestPlan:
@@ -199,7 +233,7 @@ class TestPlan:
             ("start", "", "", "both"),
         ]
         assert done[1].reason == "prefill (prefill) becomes decode (decode): its engine arguments are the same"
-        assert done[3].reason == "pool old is gone"
+        assert done[3].reason == "pool old is gone; it serves until its turn"
 
     def test_a_worker_that_nobody_follows_is_stopped(self) -> None:
         assert plan(run((pool("decode", Role.DECODE, 1),), [D1, D2])) == [

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import Settings, load
+from coordinator.config import PoolSettings, Settings, load
+from coordinator.pools.desired import Strategy
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, rules_of
 from coordinator.pools.kept_beat import lasting
@@ -84,6 +85,36 @@ def test_a_pools_own_time_to_start_is_its_workers(rig: Rig) -> None:
     pools = {"decode": rig.settings.pools["decode"].model_copy(update={"engine": {"start_timeout_s": 900.0}})}
     rig.pools.apply({**rig.settings.pools, **pools})
     assert {t.name: t.start_timeout_s for t in rig.pools.targets} == {"prefill": 300.0, "decode": 900.0}
+
+
+class TestReplace:
+    """How a change replaces workers is part of what is asked for."""
+
+    def other(self, rig: Rig, seqs: int) -> dict[str, PoolSettings]:
+        decode = rig.settings.pools["decode"].model_copy(update={"engine": {"max_num_seqs": seqs}, "replicas": 4})
+        return {**rig.settings.pools, "decode": decode}
+
+    async def test_is_kept_until_the_change_is_over_also_over_a_restart(self, rig: Rig) -> None:
+        assert rig.pools.present.max_unavailable == 0.25
+        rig.fleet.heard(beat(), 0.0)
+        rig.pools.apply(self.other(rig, 5), strategy=Strategy(surge=True))
+        assert (rig.pools.present.max_unavailable, rig.pools.present.budget_ranks) == (0.0, 6), "one beside the five of the set"
+        rig.again()
+        rig.fleet.heard(beat(), 50.0)
+        rig.pools.scale("prefill", 2)
+        assert (rig.pools.present.max_unavailable, rig.pools.present.budget_ranks) == (0.0, 6), "the change still runs"
+        rig.pools.apply(self.other(rig, 6), strategy=Strategy(max_unavailable=1.0))
+        assert rig.pools.present.max_unavailable == 1.0
+        rig.again()
+        rig.pools.scale("prefill", 1)
+        assert rig.pools.present.max_unavailable == 0.25, "nobody is left to replace"
+
+    async def test_a_surge_takes_the_accelerators_of_one_worker_of_a_changed_pool(self, rig: Rig) -> None:
+        wide = rig.settings.pools["decode"].model_copy(update={"engine": {"tensor_parallel_size": 2}})
+        rig.pools.apply({**rig.settings.pools, "decode": wide}, strategy=Strategy(surge=True))
+        assert rig.pools.present.budget_ranks == 1 + 2 + 2
+        rig.pools.apply({**rig.settings.pools, "decode": wide}, strategy=Strategy(surge=True))
+        assert rig.pools.present.budget_ranks == 3, "nothing changes"
 
 
 class TestAdopt:

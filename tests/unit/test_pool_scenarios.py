@@ -26,14 +26,14 @@ from coordinator.pools.reconcile import (
 from coordinator.pools.records import PoolTarget
 from coordinator.routing.breaker import PairKey
 from coordinator.routing.goals import PairRoute, Refusal, first_goals, workers_of
-from coordinator.routing.views import Role
+from coordinator.routing.views import Role, WorkerState
 from protos.errors import SplitpointError
 from protos.ids import WorkerId
 from tests.support.pool_world import PoolWorld, Process
 from tests.support.scenarios import check_scenario, played
 
 FOLDER = Path(__file__).parent / "scenarios" / "pools"
-STORIES = ("breaker", "drain", "failover", "relabel", "scale")
+STORIES = ("breaker", "drain", "failover", "relabel", "replace", "scale", "surge")
 
 
 def counted(things: Iterable[str]) -> list[str]:
@@ -66,6 +66,11 @@ class Scenario:
             made[name] = PoolTarget(name=name, role=role, replicas=int(replicas), engine=engine)
         self.world.targets = made
         return self.do_pass()
+
+    def do_replace(self, how: str, amount: str) -> list[str]:
+        """`max_unavailable SHARE` or `surge_ranks N` of the changes that follow."""
+        setattr(self.world, how, type(getattr(self.world, how))(amount))
+        return []
 
     def do_scale(self, pool: str, replicas: str, current: str = "") -> list[str]:
         """A new target, with the guard `current`; a pass follows."""
@@ -141,6 +146,12 @@ class Scenario:
             f"{view.worker_id}: {view.pool}, {view.role}, {view.state}" + (", cordoned" if view.cordoned else "")
             for view in self.world.fleet.views(self.world.now_s)
         ]
+
+    def do_serving(self) -> list[str]:
+        """How many workers of each pool are offered requests, and with which engine arguments."""
+        views = [view for view in self.world.fleet.views(self.world.now_s) if view.state is WorkerState.READY]
+        found = Counter((view.pool, self.world.processes[view.worker_id].engine) for view in views if not view.cordoned)
+        return [f"{pool}: {count} of {engine or 'the first'}" for (pool, engine), count in sorted(found.items())]
 
     def do_asks(self, count: str, path: str) -> list[str]:
         """So many requests, each routed, run and over: who got any, and who got one alone."""

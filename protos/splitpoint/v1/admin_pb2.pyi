@@ -198,14 +198,18 @@ class PoolSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., replicas: _Optional[int] = ..., engine_json: _Optional[str] = ...) -> None: ...
 
 class ApplyPoolsRequest(_message.Message):
-    __slots__ = ("pools", "dry_run", "expected_version")
+    __slots__ = ("pools", "dry_run", "expected_version", "max_unavailable", "surge")
     POOLS_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    SURGE_FIELD_NUMBER: _ClassVar[int]
     pools: _containers.RepeatedCompositeFieldContainer[PoolSpec]
     dry_run: bool
     expected_version: int
-    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., dry_run: _Optional[bool] = ..., expected_version: _Optional[int] = ...) -> None: ...
+    max_unavailable: float
+    surge: bool
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., dry_run: _Optional[bool] = ..., expected_version: _Optional[int] = ..., max_unavailable: _Optional[float] = ..., surge: _Optional[bool] = ...) -> None: ...
 
 class ApplyPoolsResponse(_message.Message):
     __slots__ = ("plan", "version")
