@@ -44,6 +44,7 @@ def _columns(output: Format) -> dict[str, Any]:
         "reason": lambda row: row[1].reason,
         "prompt": lambda row: str(row[1].prompt_tokens),
         "lost by": lambda row: f"{row[1].lost_by:.1%}" if row[1].measured else "",
+        "objective": lambda row: row[1].objective_source,
         "used": lambda row: f"{row[1].stress:.1%}" if row[1].measured else "",
         "predicted": lambda row: ", ".join(f"{p.path} {p.stress:.1%}" for p in row[1].predictions),
     }

@@ -20,6 +20,7 @@ class Submission:
     """One choice of one public request, validated and tokenised.
 
     `path`, `transport` and the objectives are None, `pools` and `session` empty, when the client did not ask.
+    `key_name` is the configured name of its API key, "" for another key or none.
     `deadline_s` is the time left from now.
     `received_s` is the gateway's monotonic clock when the public request arrived, for TTFT and the ledger.
     """
@@ -36,6 +37,7 @@ class Submission:
     session: str = ""
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    key_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

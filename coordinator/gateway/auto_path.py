@@ -16,6 +16,8 @@ from coordinator.routing.router import Router
 from protos.ids import Incarnation
 from protos.splitpoint.v1 import admin_pb2
 
+HEADER = "header"
+
 
 class AutoPaths:
     """Tell `phases` of every leg, of whatever path; `decide` for those that leave the path to the gateway."""
@@ -27,7 +29,11 @@ class AutoPaths:
         if settings.auto.model_file is not None and not step_times:
             raise ValueError(f"gateway.auto.model_file: {settings.auto.model_file} was not read")
         self._metrics = metrics
-        self._default = Objective(ttft_s=settings.auto.slo_ttft_s, tpot_s=settings.auto.slo_tpot_s)
+        self._default = Objective(ttft_s=settings.auto.slo_ttft_s, tpot_s=settings.auto.slo_tpot_s, source="default")
+        self._of_key = {
+            name: Objective(ttft_s=key.ttft_ms / 1e3, tpot_s=key.tpot_ms / 1e3, source=f"key {name}")
+            for name, key in settings.auto.keys.items()
+        }
         self.phases = PhaseBook()
         self._chooser: PathChooser | None = None
         if step_times:
@@ -50,7 +56,7 @@ class AutoPaths:
         decision = self._chooser.decide(
             submission.request_id,
             ask,
-            Objective(ttft_s=submission.slo_ttft_s or self._default.ttft_s, tpot_s=submission.slo_tpot_s or self._default.tpot_s),
+            self.objective(submission),
             max_tokens=submission.sampling.max_tokens,
             now_s=now_s,
             transport=submission.transport,
@@ -61,6 +67,18 @@ class AutoPaths:
         else:
             self._metrics.path_decided(decision.path, decision.why)
         return decision
+
+    def objective(self, submission: Submission) -> Objective:
+        """What a request is to meet: its headers', else its key's, else the default; each time by itself."""
+        own = self._of_key.get(submission.key_name, self._default)
+        ttft_s, tpot_s = submission.slo_ttft_s, submission.slo_tpot_s
+        if ttft_s is None and tpot_s is None:
+            return own
+        sources = [own.source if given is None else HEADER for given in (ttft_s, tpot_s)]
+        source = HEADER if sources[0] == sources[1] else f"TTFT {sources[0]}, TPOT {sources[1]}"
+        return Objective(
+            ttft_s=own.ttft_s if ttft_s is None else ttft_s, tpot_s=own.tpot_s if tpot_s is None else tpot_s, source=source
+        )
 
     def answered(self, decision: Decision, submission: Submission, ledger: LedgerRecorder, output_tokens: int) -> None:
         """A request whose path was decided had its answer at the first attempt. What says nothing of that path is left out: it
@@ -115,6 +133,7 @@ def _decision(decision: Decision) -> admin_pb2.PathDecision:
         output_tokens=decision.work.output_tokens,
         slo_ttft_s=decision.objective.ttft_s,
         slo_tpot_s=decision.objective.tpot_s,
+        objective_source=decision.objective.source,
         predictions=[
             admin_pb2.PathPrediction(
                 path=path,

@@ -90,9 +90,12 @@ class FrontEnd:
     """Those that a request may name."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     door: Door = field(init=False)
+    key_names: Mapping[str, str] = field(init=False)
+    """Of the API keys that have an objective of their own, by SHA-256."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "door", Door(self.settings.max_open_requests))
+        object.__setattr__(self, "key_names", self.settings.auto.key_names)
 
     @property
     def limits(self) -> Limits:

@@ -175,7 +175,7 @@ class RunningChoice:
         self._request.take_path(path)
         if decision is not None:
             predicted = decision.predicted[path]
-            self._ledger.path_reason = decision.why
+            self._ledger.path_reason, self._ledger.objective_source = decision.why, decision.objective.source
             self._ledger.predicted_ttft_s, self._ledger.predicted_tpot_s = predicted.ttft_s, predicted.tpot_s
 
     # Events in, actions out -----------------------------------------------------------------------------------------------

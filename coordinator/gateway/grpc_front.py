@@ -192,6 +192,7 @@ def _metadata(context: Context, frontend: FrontEnd) -> Metadata:
         max_deadline_s=frontend.settings.max_deadline_s,
         transports=frontend.transports,
         paths=frontend.settings.paths,
+        key_names=frontend.key_names,
     )
     remaining_s = context.time_remaining()
     if remaining_s is None:

@@ -82,6 +82,7 @@ class GenerationEndpoint:
             max_deadline_s=settings.max_deadline_s,
             transports=self._frontend.transports,
             paths=settings.paths,
+            key_names=self._frontend.key_names,
         )
         client_request_id = metadata.client_request_id or label
         exchange.headers = [(b"x-request-id", client_request_id.encode())]

@@ -37,7 +37,8 @@ class LedgerRecorder:
     received_s: float
     path: str = ""
     path_reason: str = ""
-    """Of path `auto`: why this one. Its predictions follow."""
+    """Of path `auto`: why this one. Who asked for the objective, and its predictions, follow."""
+    objective_source: str = ""
     predicted_ttft_s: float = 0.0
     predicted_tpot_s: float = 0.0
     transport: str = ""
@@ -160,6 +161,7 @@ class LedgerRecorder:
         return common_pb2.StageLedger(
             path=self.path,
             path_reason=self.path_reason,
+            objective_source=self.objective_source,
             predicted_ttft_s=self.predicted_ttft_s,
             predicted_tpot_s=self.predicted_tpot_s,
             transport=self.transport,

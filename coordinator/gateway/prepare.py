@@ -80,6 +80,7 @@ async def prepare_choices(
                 session=metadata.session,
                 slo_ttft_s=metadata.slo_ttft_s,
                 slo_tpot_s=metadata.slo_tpot_s,
+                key_name=metadata.key_name,
             ),
             options,
             tokenizer,

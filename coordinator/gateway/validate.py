@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from coordinator.gateway.fields import Fields, check_unicode, shown
 from coordinator.routing.auto import PATHS
+from coordinator.routing.config import MAX_SLO_MS
 from engine.sampling import Constraint, SamplingParams
 from protos.errors import Code, SplitpointError, invalid
 
@@ -21,7 +24,6 @@ MAX_POOLS = 64
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy sampling, as in vLLM."""
 
-MAX_SLO_MS = 3_600_000.0
 TRANSPORTS = ("ucx", "grpc")
 """What a client may name where nothing else is configured."""
 HEADER_PREFIX = "x-splitpoint-"
@@ -36,6 +38,8 @@ SLO_TTFT_HEADER = "x-splitpoint-slo-ttft-ms"
 SLO_TPOT_HEADER = "x-splitpoint-slo-tpot-ms"
 """What the request is to meet; path `auto` is chosen by it."""
 REQUEST_ID_HEADER = "x-request-id"
+AUTHORIZATION_HEADER = "authorization"
+"""Read where `gateway.auto.keys` has keys; never kept, logged or shown."""
 PUBLIC_HEADERS = frozenset(
     {PATH_HEADER, POOLS_HEADER, TRANSPORT_HEADER, DEADLINE_HEADER, SESSION_HEADER, SLO_TTFT_HEADER, SLO_TPOT_HEADER}
 )
@@ -78,6 +82,8 @@ class Metadata:
     session: str = ""
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    key_name: str = ""
+    """Of the configured API key that came with it, "" for another one or none."""
 
 
 def check_sampling(
@@ -181,13 +187,19 @@ def check_metadata(
     max_deadline_s: float,
     transports: tuple[str, ...] = TRANSPORTS,
     paths: tuple[str, ...] = PATHS,
+    key_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Metadata:
     """Reads what concerns us of headers or metadata, names in lower case. Other `x-splitpoint-` names are not for clients.
-    `transports` and `paths` are the configured ones. A name that is given twice is refused: none of its values is more right than
-    another."""
+    `transports`, `paths` and `key_names` (by SHA-256) are the configured ones. A name that is given twice is refused: none of its
+    values is more right than another."""
     given: dict[str, str] = {}
+    authorization: bytes | None = None
     for name, value in pairs:
-        if name == REQUEST_ID_HEADER or name in PUBLIC_HEADERS:
+        if name == AUTHORIZATION_HEADER and key_names:
+            if authorization is not None:
+                raise invalid(name, f"{name} may be given once")
+            authorization = value if isinstance(value, bytes) else value.encode("utf-8", "replace")
+        elif name == REQUEST_ID_HEADER or name in PUBLIC_HEADERS:
             if isinstance(value, bytes):
                 value = value.decode("latin-1")
             if name in given:
@@ -204,7 +216,16 @@ def check_metadata(
         session=check_request_id(SESSION_HEADER, given.get(SESSION_HEADER)) or "",
         slo_ttft_s=_seconds(_positive(given, SLO_TTFT_HEADER, MAX_SLO_MS)),
         slo_tpot_s=_seconds(_positive(given, SLO_TPOT_HEADER, MAX_SLO_MS)),
+        key_name=_key_name(authorization, key_names) if authorization else "",
     )
+
+
+def _key_name(authorization: bytes, key_names: Mapping[str, str]) -> str:
+    """The name of a bearer key that is configured. Whatever else stands there is somebody else's, and nobody's fault."""
+    scheme, _, key = authorization.strip().partition(b" ")
+    if scheme.lower() != b"bearer":
+        return ""
+    return key_names.get(hashlib.sha256(key.strip()).hexdigest(), "")
 
 
 def check_request_id(path: str, value: str | None) -> str | None:

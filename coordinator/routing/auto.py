@@ -71,10 +71,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What a request is to meet, seconds."""
+    """What a request is to meet, seconds. `source` says who asked for it, for people."""
 
     ttft_s: float
     tpot_s: float
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from coordinator.routing.views import Role
+
+MAX_SLO_MS = 3_600_000.0
+"""The longest TTFT or TPOT that may be asked for."""
 
 
 class RoutingSettings(BaseModel):
@@ -51,6 +66,27 @@ class RoutingSettings(BaseModel):
     breaker_cooldown_s: float = Field(10.0, gt=0, description="How long it stays out before one request may try it again.")
 
 
+class KeyObjective(BaseModel):
+    """What requests with one API key are to meet. The key itself is in no configuration: only its SHA-256 is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key_sha256: str = Field(description="Of the key's bytes, 64 hexadecimal digits.")
+    ttft_ms: float = Field(gt=0, le=MAX_SLO_MS, allow_inf_nan=False)
+    tpot_ms: float = Field(gt=0, le=MAX_SLO_MS, allow_inf_nan=False)
+
+    @field_validator("key_sha256", mode="before")
+    @classmethod
+    def _digest(cls, value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", value):
+            # What was given is not shown: it may be the key.
+            raise ValueError("must be the SHA-256 of the key, 64 hexadecimal digits")
+        return value.lower()
+
+
+KeyName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
 class AutoPathSettings(BaseModel):
     """Path `auto`: chosen per request by the predicted TTFT and TPOT of both paths."""
 
@@ -68,3 +104,22 @@ class AutoPathSettings(BaseModel):
     explore_share: float = Field(0.02, ge=0, le=0.5, description="Of the requests that go the other way, so that a drift shows.")
     learning_rate: float = Field(0.02, gt=0, le=1, description="The weight of one request in the correction of a prediction.")
     decisions: PositiveInt = Field(4096, description="The last decisions, remembered for `splitpoint decisions`.")
+    keys: dict[KeyName, KeyObjective] = Field(
+        default_factory=dict,
+        description="By a name of yours: what requests with an API key are to meet. A key is looked up, never checked.",
+    )
+
+    @model_validator(mode="after")
+    def _keys_count(self) -> AutoPathSettings:
+        names: dict[str, str] = {}
+        for name, key in self.keys.items():
+            if (other := names.setdefault(key.key_sha256, name)) != name:
+                raise ValueError(f"keys.{name}.key_sha256 is that of keys.{other}: which objective would be meant?")
+        if self.keys and self.model_file is None:
+            raise ValueError("keys are for path auto, which needs model_file")
+        return self
+
+    @property
+    def key_names(self) -> dict[str, str]:
+        """The name of each key, by its SHA-256."""
+        return {key.key_sha256: name for name, key in self.keys.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -96,6 +97,44 @@ async def test_headers_override_the_path_and_the_objective() -> None:
             replies = [r async for r in generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, metadata=metadata)]
         assert replies[-1].complete.metrics.path_reason
         assert decisions(made).decisions[0].slo_tpot_s == 0.009
+
+
+KEY = "sk-batch-0123456789"
+KEYS = {"batch": {"key_sha256": hashlib.sha256(KEY.encode()).hexdigest().upper(), "ttft_ms": 5000, "tpot_ms": 250}}
+
+
+async def test_a_key_has_an_objective_of_its_own_and_headers_go_before_it(capfd: pytest.CaptureFixture[str]) -> None:
+    def asked(made: Rig) -> tuple[float, float, str]:
+        found = decisions(made).decisions[0]
+        return found.slo_ttft_s, found.slo_tpot_s, found.objective_source
+
+    auto = {**AUTO, "keys": KEYS}
+    async with http(auto={"keys": KEYS}) as (made, client):
+        headers = {"authorization": f"Bearer {KEY}"}
+        reply = (await client.post(URL, json=BODY, headers=headers)).json()
+        assert asked(made) == (5.0, 0.25, "key batch")
+        assert reply["metrics"]["objective_source"] == "key batch"
+        for other in (f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer", ""):
+            assert (await client.post(URL, json=BODY, headers={"authorization": other})).status_code == 200
+            assert asked(made) == (1.0, 0.05, "default"), other
+        await client.post(URL, json=BODY, headers={"authorization": f"bearer  {KEY}", "x-splitpoint-slo-tpot-ms": "80"})
+        assert asked(made) == (5.0, 0.08, "TTFT key batch, TPOT header")
+        both = {**headers, "x-splitpoint-slo-tpot-ms": "80", "x-splitpoint-slo-ttft-ms": "700"}
+        await client.post(URL, json=BODY, headers=both)
+        assert asked(made) == (0.7, 0.08, "header")
+        twice = await client.post(URL, json=BODY, headers=[("authorization", f"Bearer {KEY}"), ("authorization", "Bearer b")])
+        assert (twice.status_code, twice.json()["error"]["message"]) == (400, "authorization may be given once")
+
+        async with grpc_server(made.under_test.core, frontend(auto=auto)) as channel:
+            request = generation_pb2.GenerateRequest(tokenized=generation_pb2.TokenizedInput(input_ids=BODY["prompt"]))
+            request.sampling_params.max_tokens = 4
+            metadata = [("x-splitpoint-path", "auto"), ("authorization", f"Bearer {KEY}")]
+            replies = [r async for r in generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, metadata=metadata)]
+        assert replies[-1].complete.metrics.objective_source == "key batch"
+        assert asked(made) == (5.0, 0.25, "key batch")
+        told = str(decisions(made)) + made.under_test.core.metrics.exposition()[0].decode() + "".join(capfd.readouterr())
+        assert KEY not in told
+        assert hashlib.sha256(KEY.encode()).hexdigest() not in told
 
 
 async def test_an_objective_that_is_no_number_is_refused_by_its_name() -> None:

@@ -41,7 +41,7 @@ DECISIONS = admin_pb2.ListDecisionsResponse(
                 admin_pb2.PathPrediction(path="split", stress=0.3, ttft_s=0.3, tpot_s=0.01, queued_tokens=70),
                 admin_pb2.PathPrediction(path="colocated", stress=0.5, ttft_s=0.5, tpot_s=0.02, running=4),
             ],
-            measured=True, ttft_s=0.75, tpot_s=0.01, stress=0.75, lost_by=0.25,
+            measured=True, ttft_s=0.75, tpot_s=0.01, stress=0.75, lost_by=0.25, objective_source="key batch",
         ),
         admin_pb2.PathDecision(request_id="r2", path="split", reason="explored"),
     ],
@@ -243,6 +243,7 @@ class TestDecisions:
             "split 30.0%, colocated 50.0%",
             "900 decided, 1 of the last 100 lost",
             "TTFT x 1.25",
+            "key batch",
         ):
             assert word in text
         assert [call[:2] for call in calls] == [(admin_call.DEFAULT_ADMIN, "GetStatus"), ("g:1", "ListDecisions")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,58 @@ def test_a_map_gives_the_times_of_single_requests_that_its_own_model_has(tmp_pat
     file.write_text(map_to_json(a_map(None)))
     with pytest.raises(PathModelError, match="no fit \\(loads are too few\\)"):
         read(file)
+
+
+class TestKeys:
+    """`[gateway.auto.keys.NAME]`: errors at the start name the field and the limit, and never show what may be a key."""
+
+    DIGEST = hashlib.sha256(b"key").hexdigest()
+
+    def problems(self, tmp_path: Path, keys: dict[str, Any], *, model: bool = True) -> str:
+        lines = []
+        for name, fields in keys.items():
+            lines += [
+                f"[gateway.auto.keys.{json.dumps(name)}]",
+                *(f"{key} = {json.dumps(value)}" for key, value in fields.items()),
+            ]
+        file = tmp_path / "config.toml"
+        file.write_text("\n".join(lines))
+        with pytest.raises(ConfigError) as caught:
+            load(file, [f"gateway.auto.model_file={written(tmp_path)}"] if model else [], {})
+        return str(caught.value)
+
+    def test_a_key_is_read_with_its_limits(self, tmp_path: Path) -> None:
+        sets = [
+            f"gateway.auto.model_file={written(tmp_path)}",
+            f'gateway.auto.keys.batch={{key_sha256 = "{self.DIGEST.upper()}", ttft_ms = 3600000, tpot_ms = 0.5}}',
+        ]
+        auto = load(None, sets, {}).gateway.auto
+        assert auto.key_names == {self.DIGEST: "batch"}
+        assert (auto.keys["batch"].ttft_ms, auto.keys["batch"].tpot_ms) == (3_600_000, 0.5)
+
+    @pytest.mark.parametrize("value", ["sk-live-not-a-hash", "0" * 63, "g" * 64, 12345, "0" * 64 + "\n"])
+    def test_what_is_no_hash_is_refused_and_not_shown(self, tmp_path: Path, value: object) -> None:
+        text = self.problems(tmp_path, {"batch": {"key_sha256": value, "ttft_ms": 1, "tpot_ms": 1}})
+        assert "gateway.auto.keys.batch.key_sha256: must be the SHA-256 of the key, 64 hexadecimal digits" in text
+        assert str(value).strip() not in text
+
+    @pytest.mark.parametrize(("name", "value"), [("ttft_ms", 0), ("ttft_ms", 3_600_001), ("tpot_ms", -1), ("tpot_ms", "fast")])
+    def test_limits_are_named(self, tmp_path: Path, name: str, value: object) -> None:
+        fields = {"key_sha256": self.DIGEST, "ttft_ms": 1, "tpot_ms": 1, name: value}
+        text = self.problems(tmp_path, {"batch": fields})
+        assert f"gateway.auto.keys.batch.{name}: " in text
+        assert any(word in text for word in ("greater than 0", "less than or equal to 3600000", "valid number"))
+
+    def test_the_same_key_twice_is_refused_by_both_names(self, tmp_path: Path) -> None:
+        one = {"key_sha256": self.DIGEST, "ttft_ms": 1, "tpot_ms": 1}
+        text = self.problems(tmp_path, {"a": one, "b": {**one, "key_sha256": self.DIGEST.upper()}})
+        assert "keys.b.key_sha256 is that of keys.a" in text
+
+    def test_what_is_missing_unknown_or_without_a_model_is_refused(self, tmp_path: Path) -> None:
+        one = {"key_sha256": self.DIGEST, "ttft_ms": 1, "tpot_ms": 1}
+        assert "gateway.auto.keys.a.tpot_ms: Field required" in self.problems(
+            tmp_path, {"a": {"key_sha256": self.DIGEST, "ttft_ms": 1}}
+        )
+        assert "did you mean 'ttft_ms'?" in self.problems(tmp_path, {"a": {**one, "tftt_ms": 1}})
+        assert "gateway.auto.keys" in self.problems(tmp_path, {"a b": one})
+        assert "which needs model_file" in self.problems(tmp_path, {"a": one}, model=False)

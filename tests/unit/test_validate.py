@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any
@@ -270,3 +271,33 @@ def test_every_value_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None
     else:
         json.dumps({str(k): v for k, v in result.params.logit_bias.items()}, allow_nan=False)
         result.params.to_proto()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (b"Bearer a key", "one"),
+        ("Bearer a key", "one"),
+        (b"bearer   a key ", "one"),
+        ("Bearer \u00e9t\u00e9", "two"),
+        ("Bearer été".encode(), "two"),
+        (b"Bearer a  key", ""),
+        (b"Bearer", ""),
+        (b"Bearer ", ""),
+        (b"Basic a key", ""),
+        (b"", ""),
+        (b"\xff\xfe", ""),
+    ],
+)
+def test_a_bearer_key_is_looked_up_by_its_hash(value: str | bytes, name: str) -> None:
+    known = {hashlib.sha256(key.encode()).hexdigest(): label for key, label in (("a key", "one"), ("été", "two"))}
+    pairs = [("authorization", value)]
+    assert check_metadata(pairs, max_deadline_s=10, key_names=known).key_name == name
+    assert check_metadata(pairs, max_deadline_s=10).key_name == ""
+
+
+def test_two_keys_are_refused_without_a_word_of_either_and_only_where_keys_count() -> None:
+    pairs = [("authorization", b"Bearer first"), ("authorization", b"Bearer second")]
+    error = refused(check_metadata, pairs, max_deadline_s=10, key_names={"00": "one"})
+    assert (error.param, error.message) == ("authorization", "authorization may be given once")
+    assert check_metadata(pairs, max_deadline_s=10).key_name == ""
