@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -105,3 +109,12 @@ def test_the_configuration_of_path_auto_loads_with_its_file_and_its_metrics_are_
     assert {name: set(labels.split(", ")) for name, labels in rows.items()} == {
         name: labels - {"le", "model_name"} for name, labels in have.items()
     }
+
+
+def test_the_keys_of_path_auto_load_and_the_command_gives_their_hash() -> None:
+    (block,) = re.findall(r"```toml\n(\[gateway.auto.keys.*?)```", GUIDE, re.DOTALL)
+    (command,) = re.findall(r"^python -c .*hashlib.*$", GUIDE, re.MULTILINE)
+    auto = AutoPathSettings(model_file=Path("any.json"), **tomllib.loads(block)["gateway"]["auto"])
+    program, key = shlex.split(command, comments=True)[1:], re.findall(r'here "(.*)"$', command)[0]
+    told = subprocess.run([sys.executable, *program], input=key + "\n", capture_output=True, text=True, timeout=60, check=True)
+    assert auto.key_names == {told.stdout.strip(): "batch"}
