@@ -32,6 +32,7 @@ from protos.splitpoint.v1 import kv_transfer_pb2
 log = logging.getLogger(__name__)
 
 LEAKED = "rank_ucx.leaked_attachments"
+STUCK = "rank_ucx.queue_stuck"
 STAGGER = 8
 _STATUS_TIMEOUT_S = 2.0
 _TREE_EVERY_S = 5.0
@@ -273,7 +274,12 @@ class WorkerProcess:
 
     def _recycle_if_spent(self, beat: WorkerHeartbeat) -> None:
         """UCX never gives back what it attached of killed peers: past the budget this worker drains by itself, and the
-        coordinator replaces it as it would any drained one."""
+        coordinator replaces it as it would any drained one. So too when a killed peer has spoilt the queue through which its
+        host reaches it: requests in flight end over the next transport."""
+        if beat.counters.get(STUCK, 0) and not self.server.draining:
+            self.server.metrics.event("recycled")
+            log.warning("worker %s drains: a killed peer has spoilt UCX's queue in shared memory", self.spec.worker_id)
+            self.drain()
         leaked = beat.counters.get(LEAKED, 0)
         # A killed peer leaks in all of its peers at once: budgets differ, so that they are not replaced together.
         budget = self._settings.kvtransfer.leaked_attachments + STAGGER * self.spec.slot

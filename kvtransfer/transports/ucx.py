@@ -210,7 +210,7 @@ class UcxTransport:
 
     def counters(self) -> dict[str, int]:
         """Since start. UCX: endpoints, endpoints_closed, completed, failed, warmed, sunk, abandoned, asks, answers_withheld,
-        answers_not_believed, thread_ended. Read by the receiver itself:
+        answers_not_believed, thread_ended, leaked_attachments, queue_stuck. Read by the receiver itself:
         chunks_offered, chunks_not_readable, peers_not_watched (sender), chunks_read, bytes_read, one_copy_refused (receiver)."""
         return dict(self._core.counters) | dict(self._counters)
 
@@ -244,6 +244,7 @@ class UcxTransport:
             ],
             "cross_host": "network devices with UCX error handling",
             "lanes_in_use": "not measured here; `python -m kvtransfer.transports.ucx_probe` measures them",
+            "queue_watched": "yes" if self._core.queue_watched else "no",
             "verbs": verbs,
             "rdmacm": rdmacm,
         }

@@ -134,6 +134,7 @@ class Asking:
             self.fail(TransportError("peer_lost", f"the connection to incarnation {self.peer.incarnation!r} failed"))
         elif self._announced and now > self._moved_at + self._limit_s:
             text = f"no chunk landed for {self._limit_s:.3f} s, {min(self._announced)} is due"
+            text += f" ({self._asks.core.condition(self.peer)})"
             self.fail(TransportError("timeout", text))
 
     def fail(self, exc: Exception) -> None:

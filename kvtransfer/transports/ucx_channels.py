@@ -197,9 +197,8 @@ class UcxReceiveChannel(_Channel):
                 failure = await asyncio.shield(operation.done)
         except TimeoutError:
             self._core.give_up(operation)
-            raise TransportError(
-                "timeout", f"chunk {header.index}: {header.bytes} bytes did not land in {timeout_s:.3f} s"
-            ) from None
+            text = f"chunk {header.index}: {header.bytes} bytes did not land in {timeout_s:.3f} s"
+            raise TransportError("timeout", f"{text} ({self._core.condition(self._peer)})") from None
         if failure is not None:
             raise TransportError(failure.reason, f"chunk {header.index}: {failure}")
         return header

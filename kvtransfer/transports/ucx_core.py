@@ -27,6 +27,7 @@ from kvtransfer.transports.ucx_endpoints import Endpoints
 from kvtransfer.transports.ucx_environment import devices_missing
 from kvtransfer.transports.ucx_leaks import leaked_attachments
 from kvtransfer.transports.ucx_operation import UCX_VERSION, Array, Operation, Peer, as_array, failure_of, ucx
+from kvtransfer.transports.ucx_queue import QueueWatch
 from kvtransfer.transports.ucx_sleep import Sleeper
 from kvtransfer.transports.ucx_tags import ASK_CHANNEL, CHUNK_BITS, WARM_BYTES, WARM_CHANNEL, Tags
 
@@ -66,6 +67,7 @@ class _State:
     moved_at: float = 0.0
     linger_until: float = 0.0
     swept_at: float = 0.0
+    turned_at: float = 0.0
     stopping: bool = False
 
 
@@ -90,6 +92,7 @@ class UcxCore:
         self._ended = asyncio.Event()
         self._failure = ""
         self._tags = Tags(self.counters)
+        self._queue = QueueWatch(self.counters, UCX_VERSION)
 
     # ---- on the event loop
 
@@ -162,6 +165,22 @@ class UcxCore:
     def peer_died(self, incarnation: str) -> None:
         self._submit(lambda: self._bury(incarnation))
 
+    def condition(self, peer: Peer) -> str:
+        """In words, what there is to know when bytes of this peer do not come. Any thread."""
+        state, now = self._state, time.monotonic()
+        if self._thread is None or not self._thread.is_alive() or state.endpoints is None:
+            return f"UCX's thread has ended{': ' if self._failure else ''}{self._failure}"
+        way = "works" if state.endpoints.working(peer) else "failed" if state.endpoints.lost(peer) else "does not exist"
+        return (
+            f"UCX's thread turned {now - state.turned_at:.3f} s and moved something {now - state.moved_at:.3f} s ago, "
+            f"{len(state.operations)} operations are under way, the connection {way}, the host's queue: {self._queue.condition}"
+        )
+
+    @property
+    def queue_watched(self) -> bool:
+        """Whether a queue that a killed process of this host has spoilt is noticed (ucx_queue.py)."""
+        return self._queue.watched
+
     def _operation(self, peer: Peer, memory: Memory, tag: int, spin_s: float, *, sending: bool) -> Operation:
         operation = self._new(peer, memory, tag, spin_s, sending=sending)
         if self._thread is None or not self._thread.is_alive():
@@ -231,11 +250,13 @@ class UcxCore:
         state = self._state
         try:
             self._prepare_thread()
+            self._queue.before_opening()
             # WAKEUP: a message that nobody expects, such as a peer's ask, wakes the thread; it need not look for one.
             state.context = ucx.UCXContext(self._config, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
             state.worker = ucx.UCXWorker(state.context)
             state.worker.init_blocking_progress_mode()
             state.endpoints = Endpoints(state.worker, self.counters)
+            self._queue.opened()
             self._sleeper.watch(state.worker.epoll_file_descriptor)
             self.address = state.worker.address.tobytes()
             self.info = state.context.info
@@ -249,6 +270,8 @@ class UcxCore:
             self._end()
         except BaseException as exc:  # a fault of ours or UCX's that nobody foresaw
             self._died(f"UCX's thread ended: {exc!r}")
+        finally:
+            self._queue.close()
 
     def _turn(self) -> None:
         """Commands, progress, completions; then as long a pause as nothing suffers from."""
@@ -264,9 +287,10 @@ class UcxCore:
             if not state.worker.progress_once():
                 break
             moved = True
-        now = time.monotonic()
+        now = state.turned_at = time.monotonic()
         if moved:
             state.moved_at = now
+        self._queue.look(now)
         self._advance(now)
         busy = self.guest is not None and self.guest.turn(now)
         if now - state.swept_at > SWEEP_EVERY_S:
@@ -275,14 +299,14 @@ class UcxCore:
         pause = self._pause_s(now)
         if busy or pause == 0 or state.stopping:
             return
-        self._sleeper.sleep(pause, lambda: not self._commands and state.worker.arm())
+        self._sleeper.sleep(pause, lambda: not self._commands and (self._queue.suspect or state.worker.arm()))
 
     def _pause_s(self, now: float) -> float | None:
         state = self._state
         if any(not op.cancelled and now < op.spin_until for op in state.operations):
             still = now - state.moved_at
             return 0 if still < SPIN_S else 0.0001 if still < 0.05 else 0.001
-        if now < state.linger_until:
+        if now < state.linger_until or self._queue.suspect:  # UCX that cannot be armed wakes nobody
             return 0.001
         if state.operations or self._tags.sinking:
             return 0.01
@@ -390,6 +414,7 @@ class UcxCore:
         """The process is gone: close its endpoints, then settle what was outstanding whether or not UCX completed it."""
         state = self._state
         state.endpoints.bury(incarnation)
+        self._queue.look(time.monotonic(), at_once=True)
         self._advance(time.monotonic())
         for operation in [op for op in state.operations if op.peer.incarnation == incarnation]:
             self._abandon(operation, TransportError("peer_lost", f"incarnation {incarnation!r} is dead"))

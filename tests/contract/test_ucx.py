@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,17 @@ class Rig:
         self.direct = way == "direct"
         self.one_copy = way == "one_copy"
         self.same_host: Any = "one_copy" if self.across else way
-        self.transport = UcxTransport(host_id="host-here", spin_s=2.0, same_host=self.same_host)
+        self.transport = self._transport()
         self.remotes: list[Remote] = []
+
+    def _transport(self) -> UcxTransport:
+        return UcxTransport(host_id="host-here", spin_s=2.0, same_host=self.same_host)
+
+    async def replace_transport(self) -> None:
+        """As a worker is replaced by another one, which has other addresses."""
+        await asyncio.wait_for(self.transport.stop(), 20)
+        self.transport = self._transport()
+        await self.transport.start()
 
     async def remote(self) -> Remote:
         incarnation = f"incarnation-{len(self.remotes)}"
@@ -126,6 +135,14 @@ async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def pattern(num_bytes: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+async def until(happened: Callable[[], bool], timeout_s: float, why: object) -> None:
+    """Until it has; `why` it is waited for is what a failure says."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, why
+        await asyncio.sleep(0.05)
 
 
 async def begin(channel: Any, payload: np.ndarray) -> str:
@@ -318,22 +335,37 @@ async def test_stopped_sender_costs_the_deadline_and_its_late_bytes_land_nowhere
 @pytest.mark.fault
 @pytest.mark.timeout(150)
 async def test_twenty_restarts_of_the_peer(rig: Rig) -> None:
-    """Half die with a send of ours outstanding. Descriptors grow by no more than the budget per restart."""
-    before = 0
+    """Half die with a send of ours outstanding. Descriptors grow by no more than the budget per restart.
+
+    One in a few hundred dies in the middle of a write to this side's queue in UCX's shared memory, after which nothing
+    comes in (ucx_queue.py). Then that must have been noticed, and the transport is replaced, as a worker is.
+    """
+    arrived = replaced = 0
+    before = None
     for number in range(20):
         remote = await rig.remote()
         channel = await rig.open_to(remote, 1)
         payload = pattern(256 * 1024, number)
         response = await begin(channel, payload)
+        answer: dict[str, Any] = {}
         if number % 2:
             answer = await remote.ask("accept", number=1, response=response, timeout_s=10)
-            assert answer.get("crc") == google_crc32c.value(payload.tobytes()), answer
         await remote.kill()
         rig.transport.peer_died(remote.incarnation)
         assert await channel.drained(10)
-        if number == 1:
-            before = len(os.listdir("/proc/self/fd"))
-    assert len(os.listdir("/proc/self/fd")) - before <= 18 * FD_BUDGET_PER_RESTART
+        if answer.get("failed") == "timeout":
+            await until(lambda: rig.transport.counters().get("queue_stuck") == 1, 30, answer)
+            await rig.replace_transport()
+            replaced, before = replaced + 1, None
+        elif answer:
+            assert answer.get("crc") == google_crc32c.value(payload.tobytes()), answer
+            arrived += 1
+            before = before or (number, len(os.listdir("/proc/self/fd")))
+    assert arrived + replaced == 10
+    assert replaced <= 3
+    if before is not None:
+        since, open_files = before
+        assert len(os.listdir("/proc/self/fd")) - open_files <= (19 - since) * FD_BUDGET_PER_RESTART
     assert rig.transport.counters()["leaked_attachments"] <= 20 * ATTACHMENTS_PER_KILLED_PEER
 
 

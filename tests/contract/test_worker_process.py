@@ -218,6 +218,18 @@ async def test_a_worker_that_holds_too_much_of_killed_peers_drains_by_itself(
     del node._rt.transports["ucx"]
 
 
+async def test_a_worker_whose_queue_a_killed_peer_has_spoilt_drains_by_itself(
+    worker: WorkerProcess, coordinator: Coordinator
+) -> None:
+    await coordinator.until(WorkerState.READY)
+    assert isinstance(worker.server.engine, SimulatedEngine)
+    node = worker.server.engine._kv._nodes[0]
+    node._rt.transports["ucx"] = type("Spoilt", (), {"scheme": "ucx", "counters": lambda self: {"queue_stuck": 1}})()
+    await coordinator.until(WorkerState.READY, refusing=True)
+    assert worker.server.metrics.events["recycled"] == 1
+    del node._rt.transports["ucx"]
+
+
 async def test_a_drain_is_confirmed_by_the_next_heartbeat(worker: WorkerProcess, coordinator: Coordinator) -> None:
     await coordinator.until(WorkerState.READY)
     worker.drain()
