@@ -82,6 +82,8 @@ def workers(
         columns |= {
             "incarnation": lambda w: w.incarnation,
             "address": lambda w: w.address,
+            "node": lambda w: w.node_id[:8],
+            "rack": lambda w: w.rack,
             "pid": lambda w: str(w.pid),
             "transports": lambda w: ", ".join(w.transports),
             "former legs": lambda w: str(w.former_legs),

@@ -16,6 +16,7 @@ def routing(
     ] = None,
     gateways: Annotated[int, typer.Option(min=1, help="Routers that share the decisions.")] = 10,
     decisions: Annotated[int, typer.Option(min=10, help="Decisions per policy.")] = 10_000,
+    placement: Annotated[str, typer.Option(help="Where the two workers of a pair are: gateway.routing.placement.")] = "any",
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Replay a trace with hash_ids (JSON lines) in virtual time instead."),
@@ -27,7 +28,10 @@ def routing(
     from coordinator.compare.traces import WorkloadError
 
     try:
-        record, text = _replayed(trace, workers or 4, cache_tokens) if trace else _timed(workers or 1000, gateways, decisions)
+        if trace is not None:
+            record, text = _replayed(trace, workers or 4, cache_tokens)
+        else:
+            record, text = _timed(workers or 1000, gateways, decisions, placement)
     except (OSError, UnicodeDecodeError, WorkloadError) as error:
         typer.echo(f"{trace}: {error}", err=True)
         raise typer.Exit(1) from error
@@ -44,10 +48,13 @@ def routing(
         json_file.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _timed(workers: int, gateways: int, decisions: int) -> tuple[dict[str, Any], str]:
+def _timed(workers: int, gateways: int, decisions: int, placement: str) -> tuple[dict[str, Any], str]:
     from coordinator.bench.routing_scale import ScaleSpec, measure, table
+    from coordinator.routing.views import Placement
 
-    spec = ScaleSpec(workers=workers, gateways=gateways, decisions=decisions)
+    if placement not in tuple(Placement):
+        raise typer.BadParameter(f"{placement!r} is none of {', '.join(Placement)}", param_hint="--placement")
+    spec = ScaleSpec(workers=workers, gateways=gateways, decisions=decisions, placement=Placement(placement))
     record = measure(spec, say=lambda what: typer.echo(what, err=True))
     return record, table(record)
 

@@ -20,19 +20,21 @@ from coordinator.routing.config import RoutingSettings
 from coordinator.routing.goals import Goal, PairGoal, Refusal, SoloGoal, workers_of
 from coordinator.routing.policies import Ask
 from coordinator.routing.router import Router
-from coordinator.routing.views import Role, WorkerState, WorkerView
+from coordinator.routing.views import Placement, Role, WorkerState, WorkerView
 from protos.ids import Incarnation, WorkerId
 
 PolicyName = Literal["prefix_aware", "session_affinity", "least_loaded", "power_of_two", "round_robin"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 PASSES = 5
+NODE_WORKERS = 8
+"""Of each role on one node, and nodes in one rack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSpec:
     """`decisions` are shared by `gateways`, each with a router of its own; heartbeats reach them every `heartbeat_every`
     decisions. Prompts are `prompt_tokens` long: `shared_tokens` are the same in all of them, half of the rest in those of
-    one of `conversations`."""
+    one of `conversations`. `NODE_WORKERS` of each role are on a node, and pairs are placed by `placement`."""
 
     workers: int = 1000
     gateways: int = 10
@@ -42,6 +44,7 @@ class ScaleSpec:
     prompt_tokens: int = 2048
     shared_tokens: int = 512
     conversations: int = 500
+    placement: Placement = Placement.ANY
     seed: int = 1
 
 
@@ -67,7 +70,7 @@ def table(record: dict[str, Any]) -> str:
     spec = record["spec"]
     lines = [
         f"{spec['workers']} workers, {spec['gateways']} gateways, {spec['decisions']} decisions, prompts of "
-        f"{spec['prompt_tokens']} tokens; ms",
+        f"{spec['prompt_tokens']} tokens, placement of pairs {spec['placement']}; ms",
         f"{'policy':<18}{'choice':<8}{'p50':>8}{'p99':>8}{'max':>8}{'CPU p50':>10}{'CPU p99':>9}{'update p50':>12}",
     ]
     for row in record["decisions"]:
@@ -94,7 +97,7 @@ def _prompts(spec: ScaleSpec) -> list[tuple[str, list[int]]]:
 
 
 def _decisions(spec: ScaleSpec, policy: str, kind: str, prompts: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
-    settings = RoutingSettings(policy=policy)
+    settings = RoutingSettings.model_validate({"policy": policy, "placement": spec.placement})
     routers = [Router(settings, random.Random(spec.seed + i), transports=("ucx", "grpc")) for i in range(spec.gateways)]
     roles = (Role.PREFILL, Role.DECODE) if kind == "pair" else (Role.COLOCATED,)
     running = dict.fromkeys((f"w{i}" for i in range(spec.workers)), 0)
@@ -102,7 +105,10 @@ def _decisions(spec: ScaleSpec, policy: str, kind: str, prompts: Sequence[tuple[
     wall_s, cpu_s, update_s = [], [], []
     for number, (session, ids) in enumerate(prompts):
         if number % spec.heartbeat_every == 0:
-            views = [_view(name, roles[i % len(roles)], count) for i, (name, count) in enumerate(running.items())]
+            views = [
+                _view(name, roles[i % len(roles)], count, i // (NODE_WORKERS * len(roles)))
+                for i, (name, count) in enumerate(running.items())
+            ]
             for router in routers:
                 begin_s = time.perf_counter()
                 router.update(views)
@@ -140,7 +146,7 @@ def _quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {name: float(np.quantile(seconds, at)) * 1e3 for name, at in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
 
 
-def _view(name: str, role: Role, running: int) -> WorkerView:
+def _view(name: str, role: Role, running: int, node: int) -> WorkerView:
     return WorkerView(
         worker_id=WorkerId(name),
         incarnation=Incarnation(name),
@@ -154,6 +160,8 @@ def _view(name: str, role: Role, running: int) -> WorkerView:
         max_transfer_tokens=1 << 30,
         transports=("ucx", "grpc"),
         running=running,
+        node_id=f"node-{node}",
+        rack=f"rack-{node // NODE_WORKERS}",
     )
 
 

@@ -49,7 +49,8 @@ from coordinator.request_actions import (
 from coordinator.request_states import TERMINAL
 from coordinator.routing.auto import AUTO, SPLIT, Decision
 from coordinator.routing.goals import PairRoute, Refusal, Route
-from coordinator.routing.router import TRANSPORT_DOWNGRADED
+from coordinator.routing.pairs import TRANSPORT_DOWNGRADED
+from coordinator.routing.placement import PLACEMENT_MISSED
 from coordinator.routing.views import WorkerView
 from protos.errors import Code, SplitpointError
 from protos.ids import AttemptId, Incarnation, token_hash
@@ -296,6 +297,7 @@ class RunningChoice:
         if isinstance(route, PairRoute):
             self._ledger.transport = route.transport
             self._ledger.transport_downgraded = TRANSPORT_DOWNGRADED in route.notes
+            self._ledger.placement_missed = PLACEMENT_MISSED in route.notes
             self._core.metrics.route_taken("split")
             return
         self._core.metrics.route_taken("local" if route.local else "colocated")

@@ -43,6 +43,7 @@ class LedgerRecorder:
     predicted_tpot_s: float = 0.0
     transport: str = ""
     transport_downgraded: bool = False
+    placement_missed: bool = False
     attempts: int = 0
     recomputed: bool = False
     first_token_forwarded: bool = False
@@ -166,6 +167,7 @@ class LedgerRecorder:
             predicted_tpot_s=self.predicted_tpot_s,
             transport=self.transport,
             transport_downgraded=self.transport_downgraded,
+            placement_missed=self.placement_missed,
             e2e_s=e2e_s,
             residual_s=e2e_s - sum(stages.values()),
             ttft_s=self.first_token_s - self.received_s if self.first_token_s is not None else 0.0,

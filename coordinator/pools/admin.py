@@ -167,6 +167,8 @@ def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus
         metrics_address=beat.metrics_address if beat is not None else "",
         cordoned=view.cordoned,
         former_legs=beat.former_legs if beat is not None else 0,
+        node_id=view.node_id,
+        rack=view.rack,
         resources=_resources(beat.resources, beat.processes) if beat is not None and beat.resources is not None else None,
     )
 

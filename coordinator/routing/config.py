@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from coordinator.routing.views import Role
+from coordinator.routing.views import Placement, Role
 
 MAX_SLO_MS = 3_600_000.0
 """The longest TTFT or TPOT that may be asked for."""
@@ -35,6 +35,16 @@ class RoutingSettings(BaseModel):
     )
     decode_policy: Literal["least_loaded", "power_of_two", "round_robin"] = Field(
         "least_loaded", description="Who decodes, when another worker computes the prompt."
+    )
+    placement: Placement = Field(
+        Placement.ANY,
+        description="Where the decode worker of a pair is, seen from its prefill worker. prefer_node, prefer_rack: in the same "
+        "place, before the policies choose and within placement_imbalance_tokens. spread: on another node, likewise. "
+        "require_node, require_rack: in the same place, or there is no pair. A rack is what coordinator.placement.rack_label "
+        "names; a node without it is a rack of its own.",
+    )
+    placement_imbalance_tokens: NonNegativeInt = Field(
+        16_384, description="How much more load than the least loaded pair one that is placed well may have to be taken."
     )
     max_load_ratio: float = Field(
         1.2,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.routing.policy import Candidate
-from coordinator.routing.views import Role, WorkerState, WorkerView
+from coordinator.routing.breaker import Breakers
+from coordinator.routing.placement import Places
+from coordinator.routing.policy import Accept, Candidate
+from coordinator.routing.views import Placement, Role, WorkerState, WorkerView
 from protos.ids import Incarnation
 
 EXCLUDED = "excluded"
@@ -35,10 +37,12 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ready workers that can exchange KV: any prefill of a group can hand over to any decode of it."""
+    """Ready workers that can exchange KV: any prefill of a group can hand over to any decode of it. `places` where a placement of
+    pairs is asked for."""
 
     prefill: End
     decode: End
+    places: Places | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,14 @@ class Table:
     """Ready prefill workers whose fingerprint no ready decode worker has."""
 
 
-def build_table(candidates: Iterable[Candidate]) -> Table:
-    """Index the members. Called once per membership version."""
+def build_table(candidates: Iterable[Candidate], placement: Placement = Placement.ANY) -> Table:
+    """Index the members, for pairs placed so. Called once per membership version."""
     alive = [c for c in candidates if c.view.state is not WorkerState.DEAD]
     ready = [c for c in alive if c.view.state is WorkerState.READY and not c.view.cordoned]
     by_role = {role: tuple(c for c in ready if c.view.role is role) for role in Role}
     prefill_of = _by_fingerprint(by_role[Role.PREFILL])
     decode_of = _by_fingerprint(by_role[Role.DECODE])
-    groups = tuple(Group(_end(p), _end(decode_of[f])) for f, p in prefill_of.items() if f in decode_of)
+    groups = tuple(_group(p, decode_of[f], placement) for f, p in prefill_of.items() if f in decode_of)
     lonely = sum(len(p) for f, p in prefill_of.items() if f not in decode_of)
     return Table({c.view.incarnation: c.view for c in alive}, by_role, groups, lonely)
 
@@ -76,11 +80,53 @@ def transfer_refusal(view: WorkerView, *, prompt_tokens: int, transport: str) ->
     return None
 
 
+def rounds(breakers: Breakers) -> tuple[bool, ...]:
+    """Whether breakers of workers are overridden, round by round.
+
+    With no other worker left anywhere a suspected one is better than none, or one poisonous prompt takes the pool down. A pair
+    that fails together stays out: there is another way to serve the request.
+    """
+    return (False, True) if breakers else (False,)
+
+
+def leg_filter(breakers: Breakers, exclude: frozenset[Incarnation], now_s: float, pools: frozenset[str]) -> Accept | None:
+    """The filters of every leg, or None when they would let everybody pass."""
+    blocked = breakers.blocked(now_s) if breakers else frozenset()
+    if not exclude and not blocked and not pools:
+        return None
+
+    def accept(view: WorkerView) -> str | None:
+        if pools and view.pool not in pools:
+            return OTHER_POOL
+        if view.incarnation in exclude:
+            return EXCLUDED
+        return BREAKER_OPEN if view.incarnation in blocked else None
+
+    return accept
+
+
+def overridden(accept: Accept | None) -> Accept | None:
+    """The filter without the breakers of workers."""
+    if accept is None:
+        return None
+
+    def without_breakers(view: WorkerView) -> str | None:
+        reason = accept(view)
+        return None if reason == BREAKER_OPEN else reason
+
+    return without_breakers
+
+
 def _by_fingerprint(candidates: Iterable[Candidate]) -> dict[bytes, list[Candidate]]:
     found: dict[bytes, list[Candidate]] = {}
     for candidate in candidates:
         found.setdefault(candidate.view.fingerprint, []).append(candidate)
     return found
+
+
+def _group(prefill: list[Candidate], decode: list[Candidate], placement: Placement) -> Group:
+    places = None if placement is Placement.ANY else Places(prefill, decode, placement)
+    return Group(_end(prefill), _end(decode), places)
 
 
 def _end(members: list[Candidate]) -> End:

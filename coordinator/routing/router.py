@@ -9,31 +9,17 @@ from dataclasses import replace
 
 from coordinator.routing.breaker import Breakers, PairKey
 from coordinator.routing.config import RoutingSettings
-from coordinator.routing.filters import (
-    BREAKER_OPEN,
-    EXCLUDED,
-    INCOMPATIBLE,
-    OTHER_POOL,
-    PAIR_BREAKER_OPEN,
-    PROMPT_EXCEEDS_TRANSFER,
-    End,
-    Group,
-    Table,
-    build_table,
-    transfer_refusal,
-)
+from coordinator.routing.filters import PROMPT_EXCEEDS_TRANSFER, Table, build_table, leg_filter, overridden, rounds
 from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute, workers_of
-from coordinator.routing.policies import Ask, LeastLoaded, Picked, Policy, PowerOfTwo, RoundRobin, SessionAffinity
-from coordinator.routing.policy import Accept, Candidate, LoadBook
+from coordinator.routing.pairs import PairFinder
+from coordinator.routing.policies import Ask, LeastLoaded, Policy, PowerOfTwo, RoundRobin, SessionAffinity
+from coordinator.routing.policy import Candidate, LoadBook
 from coordinator.routing.prefix_aware import PrefixAware
 from coordinator.routing.prefix_index import PrefixIndex, block_hashes
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from kvtransfer.transport_choice import agreed_order
 from protos.ids import Incarnation
 
-TRANSPORT_FALLBACK = "transport_fallback"
-TRANSPORT_DOWNGRADED = "transport_downgraded"
-"""Not the transport that was to be asked for first, because it failed between these workers."""
 TRANSPORT_PROBED = "transport_probed"
 """This request tries a pair's transport that was out."""
 NO_PAIR = "no_pair"
@@ -60,12 +46,13 @@ class Router:
         self._tiers: list[tuple[Candidate, ...]] = []
         self.load = LoadBook(heartbeat_request_tokens=settings.heartbeat_request_tokens)
         self.breakers = Breakers(failures=settings.breaker_failures, cooldown_s=settings.breaker_cooldown_s)
+        self._pairs = PairFinder(settings, self.breakers, self._policy, self._decode_policy)
 
     def update(self, views: Iterable[WorkerView]) -> None:
         """Replace the membership."""
         old = self._table.by_incarnation
         candidates = self.load.candidates(v for v in views if v.state is not WorkerState.DEAD)
-        self._table = build_table(candidates)
+        self._table = build_table(candidates, self._settings.placement)
         by_role = self._table.by_role
         self._tiers = [tuple(c for role in tier for c in by_role[role]) for tier in self._settings.colocated_roles]
         self._policy.members(candidates, (*self._tiers, *(group.prefill.members for group in self._table.groups)))
@@ -110,6 +97,8 @@ class Router:
                 return self._tell_breakers(replace(route, expected_cached_tokens=expected), now_s)
         said = [f"no worker for the {role} leg" for role in self.lacking(goals)]
         said += [f"{name}: {count}" for name, count in sorted(reasons.items())]
+        placement = self._settings.placement
+        said += [f"gateway.routing.placement is {placement}"] if placement.refusal in reasons else []
         return Refusal(message="no worker can take this request" + (f" ({', '.join(said)})" if said else ""), reasons=reasons)
 
     def lacking(self, goals: Sequence[Goal]) -> tuple[Role, ...]:
@@ -141,10 +130,11 @@ class Router:
 
     def _try(self, goal: Goal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> Route | None:
         if isinstance(goal, PairGoal):
-            route = self._pair(goal, ask, now_s, reasons)
+            route = self._pairs.find(self._table, goal, ask, now_s, self._transports, reasons)
             if route is None:
                 # Told apart: a prompt too long for staging is a matter of configuration, a missing pair one of health.
-                notes.append(PROMPT_EXCEEDS_TRANSFER if reasons[PROMPT_EXCEEDS_TRANSFER] else NO_PAIR)
+                told = (PROMPT_EXCEEDS_TRANSFER, self._settings.placement.refusal)
+                notes.append(next((name for name in told if reasons[name]), NO_PAIR))
             return route
         if isinstance(goal, LocalGoal):
             view = self._table.by_incarnation.get(goal.incarnation)
@@ -156,131 +146,14 @@ class Router:
     # One worker -----------------------------------------------------------------------------------------------------------
 
     def _solo(self, goal: SoloGoal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
-        accept = self._accept(goal.exclude, now_s, goal.pools)
-        for override in self._rounds():
+        accept = leg_filter(self.breakers, goal.exclude, now_s, goal.pools)
+        for override in rounds(self.breakers):
             for tier in self._tiers:
-                own, counted = (_overridden(accept), Counter[str]()) if override else (accept, reasons)
+                own, counted = (overridden(accept), Counter[str]()) if override else (accept, reasons)
                 best = self._policy.pick(tier, ask, own, counted, now_s)
                 if best is not None:
                     return SoloRoute(worker=best.candidate.view, notes=tuple(notes))
         return None
-
-    # Two workers ----------------------------------------------------------------------------------------------------------
-
-    def _pair(self, goal: PairGoal, ask: Ask, now_s: float, reasons: Counter[str]) -> PairRoute | None:
-        if self._table.lonely_prefill:
-            reasons[INCOMPATIBLE] += self._table.lonely_prefill
-        wanted = (goal.transport,) if goal.transport is not None else self._transports
-        before = reasons[PAIR_BREAKER_OPEN]
-        for override in self._rounds():
-            for rank, transport in enumerate(wanted):
-                pair = self._pair_over(goal, ask, transport, now_s, Counter() if override else reasons, override)
-                if pair is not None:
-                    downgraded = reasons[PAIR_BREAKER_OPEN] > before
-                    notes = (TRANSPORT_DOWNGRADED if downgraded else TRANSPORT_FALLBACK,) if rank else ()
-                    return PairRoute(prefill=pair[0], decode=pair[1], transport=transport, notes=notes)
-        return None
-
-    def _pair_over(
-        self, goal: PairGoal, ask: Ask, transport: str, now_s: float, reasons: Counter[str], override: bool
-    ) -> tuple[WorkerView, WorkerView] | None:
-        # A prefill worker may turn out to have no decode worker left (excluded, or broken as a pair): then the next best.
-        exclude = goal.exclude
-        while True:
-            found = self._best_prefill(goal, ask, transport, exclude, now_s, reasons, override)
-            if found is None:
-                return None
-            prefill, group = found
-            accept = self._accept_end(group.decode, goal, transport, goal.exclude, now_s, beside=prefill.incarnation)
-            before = reasons[PAIR_BREAKER_OPEN]
-            own = _overridden(accept) if override else accept
-            decode = self._decode_policy.pick(group.decode.members, ask, own, reasons, now_s)
-            if decode is not None:
-                return prefill, decode.candidate.view
-            # Refused for what has nothing to do with this prefill worker, decode refuses every other one of the group as well.
-            alone = reasons[PAIR_BREAKER_OPEN] > before
-            exclude |= {prefill.incarnation} if alone else {c.view.incarnation for c in group.prefill.members}
-
-    def _best_prefill(
-        self,
-        goal: PairGoal,
-        ask: Ask,
-        transport: str,
-        exclude: frozenset[Incarnation],
-        now_s: float,
-        reasons: Counter[str],
-        override: bool,
-    ) -> tuple[WorkerView, Group] | None:
-        best: Picked | None = None
-        home: Group | None = None
-        for group in self._table.groups:
-            accept = self._accept_end(group.prefill, goal, transport, exclude, now_s)
-            accept = _overridden(accept) if override else accept
-            preferred = self._preferred(group.prefill, goal, accept)
-            if preferred is not None:
-                return preferred.view, group
-            mine = self._policy.pick(group.prefill.members, ask, accept, reasons, now_s)
-            if mine is not None and (best is None or mine.cost < best.cost):
-                best, home = mine, group
-        return (best.candidate.view, home) if best is not None and home is not None else None
-
-    def _preferred(self, end: End, goal: PairGoal, accept: Accept | None) -> Candidate | None:
-        if goal.prefer_prefill is None:
-            return None
-        for candidate in end.members:
-            if candidate.view.incarnation == goal.prefer_prefill:
-                return candidate if accept is None or accept(candidate.view) is None else None
-        return None
-
-    # Filters --------------------------------------------------------------------------------------------------------------
-
-    def _rounds(self) -> tuple[bool, ...]:
-        """Whether breakers of workers are overridden, round by round.
-
-        With no other worker left anywhere a suspected one is better than none, or one poisonous prompt takes the pool down. A
-        pair that fails together stays out: there is another way to serve the request.
-        """
-        return (False, True) if self.breakers else (False,)
-
-    def _accept(self, exclude: frozenset[Incarnation], now_s: float, pools: frozenset[str]) -> Accept | None:
-        """The filters of every leg, or None when they would let everybody pass."""
-        blocked = self.breakers.blocked(now_s) if self.breakers else frozenset()
-        if not exclude and not blocked and not pools:
-            return None
-
-        def accept(view: WorkerView) -> str | None:
-            if pools and view.pool not in pools:
-                return OTHER_POOL
-            if view.incarnation in exclude:
-                return EXCLUDED
-            return BREAKER_OPEN if view.incarnation in blocked else None
-
-        return accept
-
-    def _accept_end(
-        self,
-        end: End,
-        goal: PairGoal,
-        transport: str,
-        exclude: frozenset[Incarnation],
-        now_s: float,
-        *,
-        beside: Incarnation | None = None,
-    ) -> Accept | None:
-        """The filters of one end of a pair; `beside` is the other end once it is chosen."""
-        common = self._accept(exclude, now_s, goal.pools)
-        blocked = self.breakers.blocked(now_s) if self.breakers and beside is not None else frozenset()
-        if common is None and not blocked and end.all_can(goal.prompt_tokens, transport):
-            return None
-        prompt_tokens = goal.prompt_tokens
-
-        def accept(view: WorkerView) -> str | None:
-            refusal = transfer_refusal(view, prompt_tokens=prompt_tokens, transport=transport)
-            if refusal is None and beside is not None and PairKey(beside, view.incarnation, transport) in blocked:
-                return PAIR_BREAKER_OPEN
-            return refusal or (common(view) if common is not None else None)
-
-        return accept
 
     def _tell_breakers(self, route: Route, now_s: float) -> Route:
         if not self.breakers:
@@ -319,14 +192,3 @@ def make_policy(name: str, settings: RoutingSettings, rng: random.Random) -> Pol
             return RoundRobin(rng)
         case _:
             return LeastLoaded(rng)
-
-
-def _overridden(accept: Accept | None) -> Accept | None:
-    if accept is None:
-        return None
-
-    def without_breakers(view: WorkerView) -> str | None:
-        reason = accept(view)
-        return None if reason == BREAKER_OPEN else reason
-
-    return without_breakers

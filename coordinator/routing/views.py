@@ -23,6 +23,27 @@ class WorkerState(enum.StrEnum):
     DEAD = "dead"
 
 
+class Placement(enum.StrEnum):
+    """Where the decode worker of a pair is, seen from its prefill worker: `routing.placement` goes by it."""
+
+    ANY = "any"
+    PREFER_NODE = "prefer_node"
+    REQUIRE_NODE = "require_node"
+    PREFER_RACK = "prefer_rack"
+    REQUIRE_RACK = "require_rack"
+    SPREAD = "spread"
+    """On another node, preferably."""
+
+    @property
+    def required(self) -> bool:
+        return self in (Placement.REQUIRE_NODE, Placement.REQUIRE_RACK)
+
+    @property
+    def refusal(self) -> str:
+        """What a prefill worker without such a partner is counted as."""
+        return f"placement_{self.value}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
     """One rank's transfer node, as peers reach it."""

@@ -28,7 +28,7 @@ from coordinator.pools.records import PoolTarget
 from coordinator.pools.reports import Beat
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.router import Router
-from coordinator.routing.views import Role, WorkerState
+from coordinator.routing.views import Placement, Role, WorkerState
 from protos.ids import Incarnation, WorkerId
 from tests.support.views import worker_view
 
@@ -60,6 +60,8 @@ class Process:
     """By a signal: it says nothing and answers nobody."""
     deaf: bool = False
     """It beats, and its data plane does not answer."""
+    node: str = ""
+    rack: str = ""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -70,9 +72,11 @@ class Process:
         view = replace(
             worker_view(self.worker_id, self.role, pool=self.pool, state=state, running=self.running, transports=TRANSPORTS),
             leases=self.leases,
+            node_id=self.node,
+            rack=self.rack,
         )
         return Beat(
-            view=view, slot=0, node_id="n", processes=(), refusing=self.refusing, uptime_s=0.0, engine=self.engine
+            view=view, slot=0, node_id=self.node or "n", processes=(), refusing=self.refusing, uptime_s=0.0, engine=self.engine
         )  # fmt: skip
 
 
@@ -89,6 +93,12 @@ class PoolWorld:
         self.fleet = Fleet()
         self.router = Router(RoutingSettings(), random.Random(1), transports=TRANSPORTS)
         self._numbers: Counter[str] = Counter()
+
+    def place_pairs(self, placement: Placement, imbalance_tokens: int) -> None:
+        """The gateway's setting; its breakers and loads begin anew."""
+        rules = RoutingSettings(placement=placement, placement_imbalance_tokens=imbalance_tokens)
+        self.router = Router(rules, random.Random(1), transports=TRANSPORTS)
+        self.look()
 
     def tick(self) -> None:
         """A second passes: who can, beats."""

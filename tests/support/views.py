@@ -20,6 +20,8 @@ def worker_view(
     address: str = "127.0.0.1:1",
     cordoned: bool = False,
     pool: str = "",
+    node_id: str = "",
+    rack: str = "",
 ) -> WorkerView:
     """A ready worker whose incarnation is `name` with "-i" appended, of the pool of its role's name unless told."""
     return WorkerView(
@@ -38,4 +40,6 @@ def worker_view(
         waiting=waiting,
         cordoned=cordoned,
         kv_capacity_tokens=kv_capacity_tokens,
+        node_id=node_id,
+        rack=rack,
     )

@@ -141,6 +141,14 @@ def test_the_commands_print_and_write_their_record(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["bench", "routing", "--workers", "20", "--gateways", "1", "--decisions", "10"])
     assert ran.exit_code == 0, ran.output
     assert "reconcile" in ran.output
+    ran = CliRunner().invoke(
+        app, ["bench", "routing", "--workers", "40", "--gateways", "1", "--decisions", "10", "--placement", "require_rack"]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert "placement of pairs require_rack" in ran.output
+    ran = CliRunner().invoke(app, ["bench", "routing", "--placement", "moon"])
+    assert ran.exit_code == 2
+    assert "prefer_node" in ran.output
     ran = CliRunner().invoke(app, ["bench", "routing", "--trace", str(tmp_path / "missing.jsonl")])
     assert ran.exit_code == 1
     assert "missing.jsonl" in ran.output

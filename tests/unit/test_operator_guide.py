@@ -17,6 +17,7 @@ from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.path_model import read
 from coordinator.pools.config import PlacementSettings
 from coordinator.routing.config import AutoPathSettings, RoutingSettings
+from coordinator.routing.views import Placement
 from kvtransfer.metrics import KvMetrics
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -58,11 +59,16 @@ def test_the_policies_are_those_of_the_settings_and_their_block_loads(tmp_path: 
     (rows,) = re.findall(r"^\| `policy` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", GUIDE, re.MULTILINE)
     shown = re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)
     assert sorted(shown) == sorted(get_args(RoutingSettings.model_fields["policy"].annotation))
-    (block,) = re.findall(r"```toml\n(\[gateway.routing\].*?)```", GUIDE, re.DOTALL)
+    policies, placement = re.findall(r"```toml\n(\[gateway.routing\].*?)```", GUIDE, re.DOTALL)
     file = tmp_path / "splitpoint.toml"
-    file.write_text(block)
+    file.write_text(policies)
     assert load(file, environment={}).gateway.routing.policy == "prefix_aware"
-    defaults = RoutingSettings()
+    file.write_text(placement)
+    routing, defaults = load(file, environment={}).gateway.routing, RoutingSettings()
+    assert routing == RoutingSettings(placement=Placement.PREFER_NODE), "the imbalance is the default"
+    (rows,) = re.findall(r"^\| `placement` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", GUIDE, re.MULTILINE)
+    named = [name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(Placement)
     for name in ("max_load_ratio", "prefix_hit_weight"):
         assert f"`{name}` ({getattr(defaults, name):g})" in GUIDE
 

@@ -26,14 +26,14 @@ from coordinator.pools.reconcile import (
 from coordinator.pools.records import PoolTarget
 from coordinator.routing.breaker import PairKey
 from coordinator.routing.goals import PairRoute, Refusal, first_goals, workers_of
-from coordinator.routing.views import Role, WorkerState
+from coordinator.routing.views import Placement, Role, WorkerState
 from protos.errors import SplitpointError
 from protos.ids import WorkerId
 from tests.support.pool_world import PoolWorld, Process
 from tests.support.scenarios import check_scenario, played
 
 FOLDER = Path(__file__).parent / "scenarios" / "pools"
-STORIES = ("breaker", "drain", "failover", "relabel", "replace", "scale", "surge")
+STORIES = ("breaker", "drain", "failover", "placement", "relabel", "replace", "scale", "surge")
 
 
 def counted(things: Iterable[str]) -> list[str]:
@@ -110,6 +110,22 @@ class Scenario:
             self.process(name).serves = True
         return self.do_wait("1")
 
+    def do_at(self, place: str, *names: str) -> list[str]:
+        """They are on `NODE` or `NODE/RACK`, as their next heartbeat says."""
+        for name in names:
+            self.process(name).node, _, self.process(name).rack = place.partition("/")
+        return []
+
+    def do_place(self, placement: str, imbalance_tokens: str = "0") -> list[str]:
+        """Where gateways want the two workers of a pair."""
+        self.world.place_pairs(Placement(placement), int(imbalance_tokens))
+        return []
+
+    def do_load(self, name: str, tokens: str) -> list[str]:
+        """So many tokens more are in flight there."""
+        self.world.router.load.charge(self.process(name).incarnation, int(tokens))
+        return []
+
     def do_busy(self, name: str, running: str, leases: str = "0") -> list[str]:
         process = self.process(name)
         process.running, process.leases = int(running), int(leases)
@@ -153,13 +169,13 @@ class Scenario:
         found = Counter((view.pool, self.world.processes[view.worker_id].engine) for view in views if not view.cordoned)
         return [f"{pool}: {count} of {engine or 'the first'}" for (pool, engine), count in sorted(found.items())]
 
-    def do_asks(self, count: str, path: str) -> list[str]:
+    def do_asks(self, count: str, path: str, strict: str = "") -> list[str]:
         """So many requests, each routed, run and over: who got any, and who got one alone."""
-        routes = Counter(self.ask(path) for _ in range(int(count)))
+        routes = Counter(self.ask(path, strict == "strict") for _ in range(int(count)))
         return sorted(route + (", one" if number == 1 < len(routes) else "") for route, number in routes.items())
 
-    def ask(self, path: str) -> str:
-        route = self.world.router.choose(first_goals(path, prompt_tokens=10, transport=None, strict=False), self.world.now_s)
+    def ask(self, path: str, strict: bool) -> str:
+        route = self.world.router.choose(first_goals(path, prompt_tokens=10, transport=None, strict=strict), self.world.now_s)
         if isinstance(route, Refusal):
             return route.message
         names = " -> ".join(view.worker_id for view in workers_of(route))

@@ -21,6 +21,7 @@ from coordinator.routing.goals import (
     first_goals,
     goals_after_failure,
 )
+from coordinator.routing.pairs import PairFinder
 from coordinator.routing.router import Router
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.errors import Code
@@ -410,13 +411,13 @@ def test_a_pair_that_no_decode_worker_can_complete_is_not_looked_for_prefill_by_
     ]
     made = router(*views)
     asked = Counter[str]()
-    accept_end = Router._accept_end
+    accept_end = PairFinder._accept_end
 
-    def counted(self: Router, *arguments, **named):
+    def counted(self: PairFinder, *arguments, **named):
         asked["ends"] += 1
         return accept_end(self, *arguments, **named)
 
-    monkeypatch.setattr(Router, "_accept_end", counted)
+    monkeypatch.setattr(PairFinder, "_accept_end", counted)
     goals = first_goals("split", prompt_tokens=10, transport=None, strict=True, pools=frozenset({"prefill"}))
     assert isinstance(made.choose(goals, NOW), Refusal)
     assert asked["ends"] <= 2 * 3, "two transports; prefill, decode, and prefill again"

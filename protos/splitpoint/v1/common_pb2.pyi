@@ -110,7 +110,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., error_id: _Optional[str] = ..., tokens_sent: _Optional[int] = ...) -> None: ...
 
 class StageLedger(_message.Message):
-    __slots__ = ("path", "transport", "gateway_s", "prefill_queue_s", "prefill_s", "transfer_wait_s", "decode_queue_s", "decode_s", "residual_s", "e2e_s", "ttft_s", "transfer_s", "transfer_bytes", "attempts", "recomputed", "first_token_forwarded", "prefill_worker", "decode_worker", "retry_s", "partial", "worker_s", "second_token_gap_s", "transport_downgraded", "path_reason", "predicted_ttft_s", "predicted_tpot_s", "objective_source")
+    __slots__ = ("path", "transport", "gateway_s", "prefill_queue_s", "prefill_s", "transfer_wait_s", "decode_queue_s", "decode_s", "residual_s", "e2e_s", "ttft_s", "transfer_s", "transfer_bytes", "attempts", "recomputed", "first_token_forwarded", "prefill_worker", "decode_worker", "retry_s", "partial", "worker_s", "second_token_gap_s", "transport_downgraded", "path_reason", "predicted_ttft_s", "predicted_tpot_s", "objective_source", "placement_missed")
     PATH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_S_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class StageLedger(_message.Message):
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TPOT_S_FIELD_NUMBER: _ClassVar[int]
     OBJECTIVE_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_MISSED_FIELD_NUMBER: _ClassVar[int]
     path: str
     transport: str
     gateway_s: float
@@ -165,4 +166,5 @@ class StageLedger(_message.Message):
     predicted_ttft_s: float
     predicted_tpot_s: float
     objective_source: str
-    def __init__(self, path: _Optional[str] = ..., transport: _Optional[str] = ..., gateway_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., residual_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ..., recomputed: _Optional[bool] = ..., first_token_forwarded: _Optional[bool] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., retry_s: _Optional[float] = ..., partial: _Optional[bool] = ..., worker_s: _Optional[float] = ..., second_token_gap_s: _Optional[float] = ..., transport_downgraded: _Optional[bool] = ..., path_reason: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., objective_source: _Optional[str] = ...) -> None: ...
+    placement_missed: bool
+    def __init__(self, path: _Optional[str] = ..., transport: _Optional[str] = ..., gateway_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., residual_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ..., recomputed: _Optional[bool] = ..., first_token_forwarded: _Optional[bool] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., retry_s: _Optional[float] = ..., partial: _Optional[bool] = ..., worker_s: _Optional[float] = ..., second_token_gap_s: _Optional[float] = ..., transport_downgraded: _Optional[bool] = ..., path_reason: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., objective_source: _Optional[str] = ..., placement_missed: _Optional[bool] = ...) -> None: ...
