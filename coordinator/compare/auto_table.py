@@ -65,7 +65,7 @@ def summarise(record: Record) -> AutoTable:
         tuned=tuned,
         better=max(PATHS, key=lambda path: tuned[path]),
         ratios={path: t_interval(ratios(record.knees, names[AUTO], names[path])) for path in PATHS},
-        choices=_choices([o for p in record.probes if p.path == names[AUTO] and not p.void for o in p.outcomes if not o.failure]),
+        choices=choices([o for p in record.probes if p.path == names[AUTO] and not p.void for o in p.outcomes if not o.failure]),
     )
 
 
@@ -83,11 +83,11 @@ def table(record: Record) -> str:
         lines.append(f"auto/{path}: {_interval(found.ratios[path], len(record.knees))}")
     verdict = {True: "held", False: "missed", None: "no interval"}[found.held]
     lines.append(f"better fixed path on tuning seeds: {found.better}; target > {NON_INFERIOR} of it: {verdict}")
-    choices = found.choices
-    if choices.decided:
-        split, explored = choices.split / choices.decided, choices.explored / choices.decided
-        lines.append(f"{choices.decided} decisions: split {split:.0%}, explored {explored:.1%}")
-    for path, errors in choices.errors.items():
+    made = found.choices
+    if made.decided:
+        split, explored = made.split / made.decided, made.explored / made.decided
+        lines.append(f"{made.decided} decisions: split {split:.0%}, explored {explored:.1%}")
+    for path, errors in made.errors.items():
         lines.append(f"measured over predicted, {path}: " + ", ".join(_error(name, values) for name, values in errors.items()))
     return "\n".join(lines)
 
@@ -100,7 +100,8 @@ def _arm(record: Record, path: str) -> ArmRecord:
     return found[0]
 
 
-def _choices(outcomes: Sequence[Outcome]) -> Choices:
+def choices(outcomes: Sequence[Outcome]) -> Choices:
+    """What their ledgers say; those that named their path were not decided on."""
     decided = [(outcome, outcome.ledger) for outcome in outcomes if outcome.ledger and outcome.ledger.get("path_reason")]
     errors: dict[str, dict[str, list[float]]] = {}
     for outcome, ledger in decided:

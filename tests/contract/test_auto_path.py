@@ -12,11 +12,14 @@ import grpc
 import httpx
 import pytest
 
+from coordinator.compare.auto_table import choices
+from coordinator.compare.load import ArmTarget, GrpcClient, Slo, run_probe
+from coordinator.compare.workload import WorkloadSpec, make
 from coordinator.routing.auto import COLOCATED, SPLIT, StepTimes
 from coordinator.routing.path_choice import draw_of
 from protos.splitpoint.v1 import admin_pb2, generation_pb2, generation_pb2_grpc
 from tests.contract.test_core_workers import Rig, rig
-from tests.support.gateway import frontend, grpc_server, http_server
+from tests.support.gateway import frontend, grpc_address, grpc_server, http_server
 
 pytestmark = pytest.mark.timeout(60)
 SLOW = 1000.0
@@ -208,3 +211,24 @@ async def test_a_gateway_whose_model_was_not_read_does_not_start() -> None:
     with pytest.raises(ValueError, match="model_file"):
         async with rig(prefill=0, decode=0, auto=AUTO):
             pass
+
+
+async def test_an_arm_of_path_auto_asks_for_the_objective_that_it_is_judged_by() -> None:
+    """The load client of a comparison over a gateway's gRPC port: objectives grow with prompts, ledgers fill the table."""
+    slo = Slo(ttft_s=0.5, tpot_s=0.25, ttft_s_per_token=0.01)
+    sent = make(WorkloadSpec(seed=1, requests=20, prompt_tokens=(8, 40), output_tokens=(3, 6), first_token=3, end_token=250))
+    async with (
+        rig(step_times=times(), auto={**AUTO, "explore_share": 0.3}) as made,
+        grpc_address(made.under_test.core, frontend(auto=AUTO)) as address,
+        GrpcClient(address, arms={"either": ArmTarget("auto", slo=slo)}) as client,
+    ):
+        probe = await run_probe(client, sent, path="either", rate_per_s=100.0, deadline_s=30.0)
+        shown = {d.prompt_tokens: (d.slo_ttft_s, d.slo_tpot_s, d.objective_source) for d in decisions(made).decisions}
+    assert not [outcome.failure for outcome in probe.outcomes if outcome.failure]
+    lengths = {len(request.prompt_token_ids) for request in sent.requests}
+    assert shown == {tokens: (pytest.approx(0.5 + 0.01 * tokens), 0.25, "header") for tokens in lengths}
+    found = choices(probe.outcomes)
+    assert found.decided == 20
+    assert found.split == sum((outcome.ledger or {})["path"] == SPLIT for outcome in probe.outcomes)
+    assert found.explored == sum((outcome.ledger or {})["path_reason"] == "explored" for outcome in probe.outcomes)
+    assert sum(len(errors["TTFT"]) for errors in found.errors.values()) == 20

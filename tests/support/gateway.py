@@ -214,16 +214,25 @@ async def http_server(core: Core, front: FrontEnd) -> AsyncIterator[httpx.AsyncC
 
 
 @contextlib.asynccontextmanager
-async def grpc_server(
-    core: Core, front: FrontEnd, channel_options: Sequence[tuple[str, object]] = ()
-) -> AsyncIterator[grpc.aio.Channel]:
-    """The gRPC front end on a free port, and a channel to it."""
+async def grpc_address(core: Core, front: FrontEnd) -> AsyncIterator[str]:
+    """The gRPC front end on a free port: HOST:PORT."""
     server = build_grpc_server(core, front)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=list(channel_options)) as channel:
-            yield channel
+        yield f"127.0.0.1:{port}"
     finally:
         front.draining.set()
         await server.stop(2)
+
+
+@contextlib.asynccontextmanager
+async def grpc_server(
+    core: Core, front: FrontEnd, channel_options: Sequence[tuple[str, object]] = ()
+) -> AsyncIterator[grpc.aio.Channel]:
+    """The gRPC front end on a free port, and a channel to it."""
+    async with (
+        grpc_address(core, front) as address,
+        grpc.aio.insecure_channel(address, options=list(channel_options)) as channel,
+    ):
+        yield channel
