@@ -26,7 +26,7 @@ from coordinator import path_model
 from coordinator.config_layers import ConfigError, fault_lines, given, layers, merge, parse_sizes, paths
 from coordinator.gateway.config import GatewaySettings
 from coordinator.pools.autoscale_policy import AutoscalePolicy
-from coordinator.pools.config import PlacementSettings
+from coordinator.pools.config import DurableGcs, PlacementSettings
 from coordinator.routing.views import Role
 from decode.config import DecodeSettings
 from engine.config import EngineSettings
@@ -79,7 +79,10 @@ class CoordinatorSettings(BaseModel):
     placement: PlacementSettings = PlacementSettings()
     require_durable_gcs: bool = Field(
         False,
-        description="Refuse a joined Ray whose GCS keeps its state in memory, instead of warning.",
+        description="Refuse a joined Ray whose GCS keeps its state in memory, or who knows where, instead of warning.",
+    )
+    gcs_storage: DurableGcs | None = Field(
+        None, description="Where the GCS of a joined Ray keeps its state, for one that does not say it; what it says counts more."
     )
     worker_gpus: float | None = Field(None, ge=0, description="Ray GPUs of one rank's bundle. None: 1 if the cluster has any.")
     pin_cpus: bool = Field(

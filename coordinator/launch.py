@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 from rich.console import Console
@@ -24,6 +24,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from coordinator import manifest
 from coordinator.config import GATEWAY_PORTS, Settings, gateway_port
+from coordinator.pools.config import DurableGcs
 from coordinator.pools.ray_cluster import HEAD, NAMESPACE, Cluster, joined
 from coordinator.pools.reach import interfaces, loopback_settings
 from coordinator.pools.store import StoreVersionError, check_version
@@ -34,6 +35,7 @@ from protos.splitpoint.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
 
+DURABLE_GCS = get_args(DurableGcs)
 _POLL_S = 0.2
 _MAX_FAILURES = 3
 _CALL_TIMEOUT_S = 5.0
@@ -105,12 +107,19 @@ def _check_cluster(settings: Settings, cluster: Cluster, console: Console) -> No
         hosts = {f"{name}.advertise_host": getattr(settings, name).advertise_host for name in ("worker", "kvtransfer")}
         if faults := loopback_settings(hosts):
             raise LaunchError(f"the cluster has {cluster.nodes} nodes: " + "; ".join(faults))
-    if cluster.gcs_storage == "memory":
+    storage = cluster.gcs_storage or settings.coordinator.gcs_storage or ""
+    if storage in DURABLE_GCS:
+        return
+    if storage == "memory":
         fault = "Ray's GCS keeps its state in memory: when its head is started again, every engine ends"
         remedy = "start the head with RAY_gcs_storage=rocksdb and RAY_gcs_storage_path, or with Redis"
-        if settings.coordinator.require_durable_gcs:
-            raise LaunchError(f"{fault} ({remedy}; coordinator.require_durable_gcs asks for it)")
-        console.print(f"[yellow]{fault}; {remedy}[/yellow]")
+    else:
+        fault = "it is not known where Ray's GCS keeps its state" + (f" ({storage!r})" if storage else "")
+        fault += ": when its head is started again, every engine may end"
+        remedy = f"say where, if you know it: coordinator.gcs_storage, one of {', '.join(DURABLE_GCS)}"
+    if settings.coordinator.require_durable_gcs:
+        raise LaunchError(f"{fault} ({remedy}; coordinator.require_durable_gcs asks for it)")
+    console.print(f"[yellow]{fault}; {remedy}[/yellow]")
 
 
 def plaintext_doors(settings: Settings) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Strategy = Literal["pack", "spread", "same_host", "same_rack"]
+DurableGcs = Literal["rocksdb", "redis"]
+"""In Ray's own words."""
 
 
 class PlacementSettings(BaseModel):

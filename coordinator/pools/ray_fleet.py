@@ -98,8 +98,8 @@ async def wait_death(handle: ActorHandle) -> str:
             await asyncio.sleep(0.2)
 
 
-async def end_worker(worker_id: WorkerId, handle: ActorHandle | None, beat: Beat | None) -> None:
-    """Kill the worker's processes on its node, confirm the deaths, then free its actor name and its placement group.
+async def kill_worker(worker_id: WorkerId, beat: Beat | None) -> None:
+    """Kill the worker's processes on its node and confirm the deaths. `free_worker` follows.
 
     Killing by pid comes first because a stopped process hears nothing that Ray sends it. Idempotent.
 
@@ -110,7 +110,6 @@ async def end_worker(worker_id: WorkerId, handle: ActorHandle | None, beat: Beat
         left = await kill_on_node(beat.node_id, beat.processes, KILL_TIMEOUT_S)
         if left:
             raise TimeoutError(f"pids {left} of worker {worker_id} are still there {KILL_TIMEOUT_S:g} s after SIGKILL")
-    await asyncio.to_thread(free_worker, worker_id, handle)
 
 
 def end_workers() -> list[WorkerId]:

@@ -17,6 +17,7 @@ from coordinator.gateway.membership import MembershipSnapshot
 from coordinator.pools import admin
 from coordinator.pools.gateway_process import GatewayProcess
 from coordinator.pools.process import log_to
+from coordinator.pools.ray_calls import gcs_call
 from coordinator.pools.ray_cluster import HEAD, NAMESPACE
 from coordinator.pools.ray_find import Finder
 from coordinator.pools.reports import GatewayReport
@@ -139,7 +140,7 @@ async def drain_gateways(gateway_ids: Sequence[str], timeout_s: float) -> None:
 
     async def drain(gateway_id: str) -> None:
         try:
-            handle = await asyncio.to_thread(ray.get_actor, gateway_id, NAMESPACE)
+            handle = await gcs_call(ray.get_actor, gateway_id, NAMESPACE)
             async with asyncio.timeout(timeout_s + _CALL_TIMEOUT_S):
                 done: bool = await handle.drain.remote(timeout_s)
         except (RayError, ValueError, TimeoutError) as error:

@@ -12,13 +12,13 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from coordinator.pools.ray_calls import gcs_call
 from coordinator.pools.reports import ProcessRef
 from coordinator.pools.shared_memory import python_segments_of, unlink_orphans
 
 log = logging.getLogger(__name__)
 
 _TRACKER_S = 3.0
-_GCS_TIMEOUT_S = 5.0
 
 
 class NodeLostError(TimeoutError):
@@ -83,11 +83,12 @@ async def kill_on_node(node_id: str, refs: Sequence[ProcessRef], timeout_s: floa
         return []
     if node_id == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(kill_here, refs, timeout_s)
-    async with asyncio.timeout(_GCS_TIMEOUT_S):
-        nodes = await asyncio.to_thread(ray.nodes)
+    nodes = await gcs_call(ray.nodes)
     if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
         raise NodeLostError(f"Ray has given up node {node_id}; pids {[ref.pid for ref in refs]} may live on there")
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task = ray.remote(kill_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    # The first call of a task tells the GCS what it is.
+    answer = await gcs_call(task.remote, list(refs), timeout_s)
     async with asyncio.timeout(timeout_s + 5.0):
-        return await task.remote(list(refs), timeout_s)
+        return await answer

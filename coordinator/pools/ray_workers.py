@@ -19,8 +19,9 @@ from coordinator.pools import admin
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, rules_of
 from coordinator.pools.probe import Answer, probe
+from coordinator.pools.ray_calls import gcs_call, gcs_call_unbounded
 from coordinator.pools.ray_deaths import Deaths
-from coordinator.pools.ray_fleet import create_worker, end_worker, free_worker, live_workers, wait_death
+from coordinator.pools.ray_fleet import create_worker, free_worker, kill_worker, live_workers, wait_death
 from coordinator.pools.ray_nodes import NodeLostError
 from coordinator.pools.ray_placement import Placement
 from coordinator.pools.ray_worker import WorkerActor
@@ -134,7 +135,7 @@ class Workers:
             beats = [member.beat for member in self._fleet.members.values() if member.beat is not None]
             silent = self.deaths.silent_nodes | self._fleet.silent_nodes
             args = (self._worker_class, spec, self._spec.num_gpus, self._placement, beats, silent)
-            handle = await asyncio.to_thread(create_worker, *args)
+            handle = await gcs_call_unbounded(create_worker, *args)
         except (RayError, ValueError) as error:
             self._fleet.died(spec.worker_id, f"could not be made: {error}", time.monotonic())
             return
@@ -144,7 +145,10 @@ class Workers:
         """A worker was heard: its actor is looked up, if it is not known, and watched."""
         if worker_id in self.handles:
             return
-        handle = (await asyncio.to_thread(live_workers)).get(worker_id)
+        try:
+            handle = (await gcs_call(live_workers)).get(worker_id)
+        except TimeoutError:
+            return  # its next heartbeat asks again
         if handle is not None and worker_id not in self.handles:
             self.watch(worker_id, handle)
 
@@ -215,17 +219,19 @@ class Workers:
         try:
             if member.record.host_silent:
                 raise NodeLostError("its host is silent")
-            await end_worker(worker_id, handle, member.beat)
+            await kill_worker(worker_id, member.beat)
         except NodeLostError as error:
             # Others take its work now. What peers hold back for its sake waits until its death is known (rule 13).
             log.error("giving up worker %s: %s", worker_id, error)
-            await asyncio.to_thread(free_worker, worker_id, handle)
             self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
+            await gcs_call(free_worker, worker_id, handle)
             assert member.beat is not None, "only processes that were heard of can be lost"
             self.deaths.lost(worker_id, member.beat)
         else:
+            # Gateways and peers hear of it at once; its place comes back when the GCS answers, at this pass or a later one.
             self._fleet.died(worker_id, reason, time.monotonic(), wanted=wanted)
             self.deaths.died(worker_id, member.beat)
+            await gcs_call(free_worker, worker_id, handle)
         self._placement.forget(worker_id)
         watch = self._watches.pop(worker_id, None)
         if watch is not None:

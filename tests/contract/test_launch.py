@@ -139,6 +139,24 @@ class TestCluster:
         with pytest.raises(LaunchError, match="require_durable_gcs"):
             self.check(settings(tmp_path, *self.AUTO, "coordinator.require_durable_gcs=true"), gcs_storage="memory")
 
+    @pytest.mark.parametrize("storage", ["", "punched cards"])
+    def test_a_gcs_whose_storage_is_not_known_is_said_or_refused_until_it_is(self, tmp_path: Path, storage: str) -> None:
+        required = (*self.AUTO, "coordinator.require_durable_gcs=true")
+        assert "not known" in self.check(settings(tmp_path, *self.AUTO), gcs_storage=storage)
+        with pytest.raises(LaunchError, match=r"coordinator\.gcs_storage, one of rocksdb, redis.*require_durable_gcs"):
+            self.check(settings(tmp_path, *required), gcs_storage=storage)
+        said = settings(tmp_path, *required, "coordinator.gcs_storage=redis")
+        if storage:
+            with pytest.raises(LaunchError, match=storage):
+                self.check(said, gcs_storage=storage)
+        else:
+            assert self.check(said, gcs_storage=storage) == ""
+
+    def test_what_the_gcs_says_counts_more_than_what_is_said_of_it(self, tmp_path: Path) -> None:
+        said = settings(tmp_path, *self.AUTO, "coordinator.require_durable_gcs=true", "coordinator.gcs_storage=rocksdb")
+        with pytest.raises(LaunchError, match="in memory"):
+            self.check(said, gcs_storage="memory")
+
     def test_a_private_one_is_not_asked(self, tmp_path: Path) -> None:
         assert self.check(settings(tmp_path), temp_dir=tmp_path, gcs_storage="memory", nodes=2) == ""
 
