@@ -100,7 +100,7 @@ class WorkerResources(_message.Message):
     def __init__(self, kv_blocks_held: _Optional[int] = ..., legs: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., send_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., receive_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json")
+    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json", "updated")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class PoolStatus(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     target: int
@@ -119,7 +120,8 @@ class PoolStatus(_message.Message):
     failures: int
     detail: str
     engine_json: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ...) -> None: ...
+    updated: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ..., updated: _Optional[int] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight", "pid", "tasks", "open_files", "open_circuits", "admin_http_address", "node_id", "detail")
