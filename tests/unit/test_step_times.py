@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator import cli, path_model
-from coordinator.compare import calibrate_cli
+from coordinator.compare import calibrate_cli, run_cli
 from coordinator.compare import cli as compare_cli
 from coordinator.compare.calibrate_cli import chunk_tokens, in_words
 from coordinator.compare.load import Outcome, Piece, RequestFailedError
@@ -24,6 +25,8 @@ from coordinator.compare.workload import PlannedRequest
 from coordinator.routing.auto import COLOCATED, PATHS, SPLIT, StepTimes
 
 pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
 
 COSTS = {
     COLOCATED: StepTimes(first_token_s=0.02, prompt_token_s=1e-3, step_s=0.05, running_s=4e-3, chunk_tokens=256),
@@ -167,3 +170,63 @@ class TestCommand:
         assert "brings a system of its own" in both.output
         assert self.run("--out", "x", "--set", "a=1").exit_code == 2
         assert self.run("--out", "x", "--longest-prompt", "31").exit_code == 2
+
+
+class TestCompareRun:
+    """`compare run --calibrate`: measured on a system of its own where the file is missing, and never again."""
+
+    @pytest.fixture
+    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        """The settings of every system that was served."""
+        seen: list[list[str]] = []
+
+        @contextlib.contextmanager
+        def system(config: Path | None, sets: list[str], state_dir: Path) -> Iterator[str]:
+            seen.append(list(sets))
+            yield "admin:1"
+
+        monkeypatch.setattr(run_cli, "system", system)
+        # The comparison itself ends at once: nobody is there.
+        monkeypatch.setattr(compare_cli, "ask_admin", lambda address, url: ("", {}))
+        return seen
+
+    def run(self, tmp_path: Path, *more: str) -> Any:
+        plan = ROOT / "deploy" / "experiments" / "auto-cpu.toml"
+        arguments = [str(plan), "--record", str(tmp_path / "record.json"), *more]
+        return CliRunner().invoke(cli.app, ["compare", "run", *arguments])
+
+    def test_a_missing_file_is_measured_first_with_prompts_as_long_as_the_workloads(
+        self, tmp_path: Path, served: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file, asked = tmp_path / "times.json", []
+
+        def write(out: Path, admin: str, longest_prompt: int, **_: Any) -> None:
+            asked.append((out, admin, longest_prompt))
+            out.write_text("{}")
+
+        monkeypatch.setattr(calibrate_cli, "write_step_times", write)
+        serve = ("--serve", str(ROOT / "deploy" / "auto-cpu.toml"), "--set", "engine.nice=0", "--calibrate", str(file))
+        for _ in range(2):
+            result = self.run(tmp_path, *serve)
+            assert "no gateway: admin:1" in result.output
+        ((out, admin, longest),) = asked
+        assert (out, admin) == (file, "admin:1")
+        assert 100 <= longest <= 128
+        with_file = ["engine.nice=0", f"gateway.auto.model_file={file}"]
+        assert served == [["engine.nice=0"], with_file, with_file]
+
+    def test_a_calibration_that_fails_ends_the_run_with_its_reason(
+        self, tmp_path: Path, served: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def write(*_: Any, **__: Any) -> None:
+            raise CalibrationError("split: no decode step was seen")
+
+        monkeypatch.setattr(calibrate_cli, "write_step_times", write)
+        result = self.run(tmp_path, "--serve", "any.toml", "--calibrate", str(tmp_path / "times.json"))
+        assert (result.exit_code, len(served)) == (1, 1)
+        assert "split: no decode step was seen" in result.output
+
+    def test_a_system_that_stands_has_its_file_already(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, "--calibrate", "times.json")
+        assert result.exit_code == 2
+        assert "is for a system that --serve brings" in result.output
