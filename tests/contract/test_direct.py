@@ -321,7 +321,8 @@ async def test_messages_that_are_none_change_nothing(pair: NodePair) -> None:
 
 def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     """All are announced at once and share the link: the last one may take many times as long as one chunk's limit."""
-    asks: Any = SimpleNamespace(now=0.0, core=SimpleNamespace(lost=lambda peer: False, post=lambda operation: None))
+    core = SimpleNamespace(lost=lambda peer: False, post=lambda operation: None, condition=lambda peer: "all is well")
+    asks: Any = SimpleNamespace(now=0.0, core=core)
     failures: list[Exception] = []
     takes: Any = SimpleNamespace(
         place=lambda header: np.zeros(1, np.uint8),
