@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coordinator import admin_call, pools_cli
 from coordinator.admin_call import DEFAULT_ADMIN, Admin, AsJson, as_dict, fail, print_json
+from coordinator.advise_cli import advise
 from coordinator.autoscale_cli import autoscale
 from coordinator.bench.cli import app as bench_app
 from coordinator.compare.records_cli import records as list_records
@@ -37,6 +38,7 @@ app.add_typer(rollout_app, name="rollout")
 for command in (pools_cli.scale, pools_cli.drain, pools_cli.cordon, pools_cli.uncordon):
     app.command(command.__name__)(command)
 app.command("decisions")(decisions)
+app.command("advise")(advise)
 app.command("autoscale")(autoscale)
 app.command("report")(make_report)
 app.command("records")(list_records)

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from coordinator import path_model
 from coordinator.config_layers import ConfigError, fault_lines, given, layers, merge, parse_sizes, paths
 from coordinator.gateway.config import GatewaySettings
+from coordinator.pools.advisor_config import AdvisorSettings
 from coordinator.pools.autoscale_policy import AutoscalePolicy
 from coordinator.pools.config import DurableGcs, PlacementSettings
 from coordinator.routing.views import Role
@@ -67,6 +68,10 @@ class CoordinatorSettings(BaseModel):
     )
     accelerator_budget: PositiveInt | None = Field(
         None, description="Accelerators that autoscalers may take all pools together to. None: no limit."
+    )
+    metrics_host: str = Field("127.0.0.1", description="Where `metrics_port` is bound, on the head.")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Prometheus over HTTP: pools, autoscaler, advisor. 0: the system chooses; None: none."
     )
     drain_timeout_s: float = Field(120.0, gt=0, description="Longer than the longest generation; then the rest is ended.")
     max_unavailable: float = Field(
@@ -118,6 +123,7 @@ class Settings(BaseModel):
     gateway: GatewaySettings = GatewaySettings()
     pools: dict[str, PoolSettings] = Field(default_factory=_default_pools)
     coordinator: CoordinatorSettings = CoordinatorSettings()
+    advisor: AdvisorSettings = AdvisorSettings()
     security: TlsSettings | None = Field(None, description="TLS between gateways, workers and ranks. None: plaintext.")
     log_format: Literal["text", "json"] = "text"
 
@@ -156,7 +162,7 @@ class Settings(BaseModel):
     def _pools_serve(self) -> Settings:
         if not any(pool.replicas for pool in self.pools.values()):
             raise ValueError("pools: at least one pool needs a replica")
-        problems = _shared_ports(self.gateway, self.coordinator.gateways)
+        problems = _shared_ports(self.gateway, self.coordinator)
         for name, pool in self.pools.items():
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
                 problems.append(f"pools.{name}: a pool's name is lower-case letters, digits and '-'")
@@ -212,11 +218,13 @@ def gateway_port(port: int | None, index: int) -> int:
     return port + 10 * index if port else 0
 
 
-def _shared_ports(gateway: GatewaySettings, gateways: int) -> list[str]:
+def _shared_ports(gateway: GatewaySettings, coordinator: CoordinatorSettings) -> list[str]:
     """A line for each port that two servers of this configuration would bind."""
     owners: dict[tuple[str, int], str] = {}
+    if coordinator.metrics_port:
+        owners[coordinator.metrics_host, coordinator.metrics_port] = "coordinator.metrics_port"
     problems = []
-    for index in range(gateways):
+    for index in range(coordinator.gateways):
         for name in GATEWAY_PORTS:
             host, port = getattr(gateway, f"{name}_host"), gateway_port(getattr(gateway, f"{name}_port"), index)
             owner = f"gateway.{name}_port of gateway {index}"

@@ -215,19 +215,23 @@ def _check_state(settings: Settings) -> None:
 
 def _check_ports(settings: Settings) -> None:
     """Say at once that a port is taken, not after the engines have been started."""
-    gateway = settings.gateway
-    for index in range(settings.coordinator.gateways):
-        for name in GATEWAY_PORTS:
-            host, port = getattr(gateway, f"{name}_host"), gateway_port(getattr(gateway, f"{name}_port"), index)
-            if not port:
-                continue
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    message = f"gateway.{name}_port: {host}:{port} cannot be used ({error.strerror}); 0 takes any free one"
-                    raise LaunchError(message) from error
+    gateway, coordinator = settings.gateway, settings.coordinator
+    doors = [
+        (f"gateway.{name}_port", getattr(gateway, f"{name}_host"), gateway_port(getattr(gateway, f"{name}_port"), index))
+        for index in range(coordinator.gateways)
+        for name in GATEWAY_PORTS
+    ]
+    doors.append(("coordinator.metrics_port", coordinator.metrics_host, coordinator.metrics_port or 0))
+    for field, host, port in doors:
+        if not port:
+            continue
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                message = f"{field}: {host}:{port} cannot be used ({error.strerror}); 0 takes any free one"
+                raise LaunchError(message) from error
 
 
 def _start_coordinator(settings: Settings, record: manifest.RunManifest, cluster: Cluster, console: Console) -> Any:

@@ -418,7 +418,14 @@ class RunningChoice:
             prompt_tokens=len(self.submission.prompt_token_ids),
             output_tokens=self._request.tokens_sent,
         )
-        self._core.pool_loads.ended(self.prompt_pool, self.output_pool, message, status, self._request.tokens_sent)
+        self._core.pool_loads.ended(
+            self.prompt_pool,
+            self.output_pool,
+            message,
+            status,
+            prompt_tokens=len(self.submission.prompt_token_ids),
+            output_tokens=self._request.tokens_sent,
+        )
         self._log.info(
             "request_finished",
             status=status,

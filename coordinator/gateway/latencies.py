@@ -36,6 +36,16 @@ def since(now: Counts, before: Counts) -> dict[int, int]:
     return {bucket: count - before.get(bucket, 0) for bucket, count in now.items() if count > before.get(bucket, 0)}
 
 
+def median_s(counts: Counts) -> float:
+    """The upper end of the bucket that holds the median, seconds; infinite where that never came, 0 without any."""
+    half, below = sum(counts.values()) / 2, 0
+    for bucket in sorted(counts):
+        below += counts[bucket]
+        if below >= half:
+            return math.inf if bucket >= FAILED else math.exp(bucket * _GROWTH)
+    return 0.0
+
+
 def share_within(counts: Counts, goal_s: float) -> float:
     """The share of latencies of at most `goal_s`, seconds. Without any it is 1: no promise was broken."""
     total = sum(counts.values())

@@ -81,6 +81,8 @@ class Sampler:
             legs=sum(load.legs for load in loads),
             ttft=added(load.ttft for load in loads),
             tpot=added(load.tpot for load in loads),
+            prompt_tokens=sum(load.prompt_tokens for load in loads),
+            output_tokens=sum(load.output_tokens for load in loads),
             lacking=0 if ready else sum(known.lacking.get(target.role, 0) for known in fresh),
             gaps=(*gaps, *silent),
         )
@@ -112,4 +114,10 @@ class Sampler:
 
 
 def _since(now: PoolLoad, before: PoolLoad) -> PoolLoad:
-    return PoolLoad(legs=now.legs - before.legs, ttft=since(now.ttft, before.ttft), tpot=since(now.tpot, before.tpot))
+    return PoolLoad(
+        legs=now.legs - before.legs,
+        ttft=since(now.ttft, before.ttft),
+        tpot=since(now.tpot, before.tpot),
+        prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+        output_tokens=now.output_tokens - before.output_tokens,
+    )

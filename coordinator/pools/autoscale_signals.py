@@ -18,8 +18,9 @@ class Sample:
     """One pool at one moment, `at_s` on the coordinator's monotonic clock.
 
     Levels: workers that are `ready` and `starting`, what the ready ones run and let wait, the sum of their shares of KV in use,
-    prompt tokens whose first token is awaited. Counts since the sample before: legs sent, latencies, choices that found no worker
-    for this pool's leg. `gaps` say what could not be heard; the rest is then a lower bound.
+    prompt tokens whose first token is awaited. Counts since the sample before: legs sent, latencies and the tokens of their
+    requests, choices that found no worker for this pool's leg. `gaps` say what could not be heard; the rest is then a lower
+    bound.
     """
 
     at_s: float
@@ -32,6 +33,8 @@ class Sample:
     legs: int = 0
     ttft: Counts = field(default_factory=dict)
     tpot: Counts = field(default_factory=dict)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
     lacking: int = 0
     gaps: tuple[str, ...] = ()
 

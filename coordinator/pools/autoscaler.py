@@ -69,6 +69,21 @@ class Autoscaler:
         self._delays, self._outcome = delays, outcome
         return version != before
 
+    @property
+    def policies(self) -> Mapping[str, AutoscalePolicy]:
+        """Of the pools whose number of workers it keeps."""
+        return self._policies
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The last one of each pool."""
+        return tuple(decision for _, decision in self._decisions.values())
+
+    @property
+    def limited(self) -> bool:
+        """Some pool was to grow at the last pass, and the budget had no room for all of it."""
+        return any(decision.action == "limited" for decision in self.decisions)
+
     def set(self, request: admin_pb2.SetAutoscalerRequest, now_s: float) -> admin_pb2.AutoscalerStatus:
         """A policy instead of the pool's present one; on disk when it returns, unless `dry_run`.
 

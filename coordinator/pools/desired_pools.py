@@ -31,6 +31,8 @@ class DesiredPools:
         self._fleet = fleet
         self._whole_roles = whole_roles
         self.present = self._read()
+        self.steps: list[Step] = []
+        """What the last change meant for each worker."""
 
     def _read(self) -> Desired:
         kept = self._store.desired()
@@ -100,6 +102,7 @@ class DesiredPools:
         if not dry_run:
             self._store.put_pools(pools, new.budget_ranks, new.asked_unavailable)
             self.present = self._read()
+            self.steps = steps
         return steps
 
     def relabel(self, worker_id: WorkerId, pool: str, role: Role, reason: str) -> None:

@@ -18,7 +18,6 @@ import ray
 from coordinator.config import Settings, served_model_name
 from coordinator.pools import admin
 from coordinator.pools.autoscale_sampler import Heard
-from coordinator.pools.autoscaler import Autoscaler
 from coordinator.pools.desired_pools import DesiredPools
 from coordinator.pools.fleet import Fleet, Member, rules_of
 from coordinator.pools.process import log_to
@@ -30,6 +29,7 @@ from coordinator.pools.reach import Reach
 from coordinator.pools.reconcile import Actual, Backoff, Ending, reconcile
 from coordinator.pools.records import PoolTarget
 from coordinator.pools.reports import Beat, CoordinatorSpec, WorkerFacts
+from coordinator.pools.scaling import Scaling
 from coordinator.pools.store import Store
 from coordinator.routing.views import WorkerState, WorkerView
 from protos.errors import Code, SplitpointError
@@ -53,16 +53,16 @@ class CoordinatorActor:
         self._wake = asyncio.Event()
         self._workers = Workers(spec, self._store, self._fleet, self._pools, self._wake)
         self._gateways = Gateways(spec, self._store, self._rules.heartbeat_interval_s)
-        self._autoscaler = Autoscaler(self._store, self._pools, self._fleet, 2 * self._rules.heartbeat_limit_s)
-        self._autoscaler_set = asyncio.Event()
+        self._scaling = Scaling(spec.settings, self._store, self._pools, self._fleet)
+        self._scaling.serve_metrics()
         self._reach = Reach(self._workers.dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)
         self._fleet.faults = self._reach.faults
         self._ending = Ending.NOT
         self._ready = asyncio.Event()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
         self._loop_task.add_done_callback(_end_process)
-        self._autoscale_task = asyncio.get_running_loop().create_task(self._autoscale())
-        self._autoscale_task.add_done_callback(_end_process)
+        self._scaling_task = asyncio.get_running_loop().create_task(self._scale_by_load())
+        self._scaling_task.add_done_callback(_end_process)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -92,18 +92,16 @@ class CoordinatorActor:
                 async with asyncio.timeout(self._rules.heartbeat_interval_s):
                     await self._wake.wait()
 
-    async def _autoscale(self) -> None:
-        """Beside the loop, which it only wakes; it goes by what was heard anyway and calls nobody."""
+    async def _scale_by_load(self) -> None:
+        """Beside the loop, which it only wakes."""
         await self._ready.wait()
         names = tuple(f"{GATEWAY_PREFIX}{index}" for index in range(self._spec.settings.coordinator.gateways))
-        while True:
-            self._autoscaler_set.clear()
-            heard = Heard(reports=self._gateways.reports, heard_s=self._gateways.heard_s, expected=names)
-            if self._ending is Ending.NOT and self._autoscaler.run(heard, time.monotonic()):
-                self._wake.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._autoscaler.interval_s):
-                    await self._autoscaler_set.wait()
+        await self._scaling.run(
+            heard=lambda: Heard(reports=self._gateways.reports, heard_s=self._gateways.heard_s, expected=names),
+            describe=self._pool_statuses,
+            ending=lambda: self._ending is not Ending.NOT,
+            changed=self._wake.set,
+        )
 
     async def _adopt(self) -> None:
         """After a restart: wait until the live workers have been heard, so that nobody is told of an empty membership.
@@ -157,14 +155,19 @@ class CoordinatorActor:
     async def status(self) -> admin_pb2.GetStatusResponse:
         await self._ready.wait()
         views = self._fleet.views(time.monotonic())
-        pools = [self._pool_status(target, views) for target in self._pools.targets]
         beats = {m.record.worker_id: m.beat for m in self._fleet.members.values() if m.beat is not None}
-        reply = admin.status(pools, views, beats, list(self._gateways.reports.values()), served_model_name(self._spec.settings))
+        gateways, model = list(self._gateways.reports.values()), served_model_name(self._spec.settings)
+        reply = admin.status(self._pool_statuses(), views, beats, gateways, model)
         reply.version = self._pools.present.version
         reply.unsettled.extend(self._pools.unsettled(self._gateways.reports.values()))
         reply.unsettled.extend(f"{name} is to be restarted" for name in self._gateways.due)
-        reply.autoscaling.CopyFrom(self._autoscaler.status(time.monotonic()))
+        reply.autoscaling.CopyFrom(self._scaling.autoscaler.status(time.monotonic()))
+        reply.advisor.CopyFrom(self._scaling.advisor.status(time.time()))
         return reply
+
+    def _pool_statuses(self) -> list[admin_pb2.PoolStatus]:
+        views = self._fleet.views(time.monotonic())
+        return [self._pool_status(target, views) for target in self._pools.targets]
 
     def _pool_status(self, target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
         backoff = self._fleet.backoff.get(target.name, Backoff())
@@ -183,7 +186,7 @@ class CoordinatorActor:
     async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
         """Raises `SplitpointError`: see `DesiredPools.scale`; `CONFLICT` also for an autoscaled pool."""
         await self._ready.wait()
-        self._autoscaler.check_operator(request)
+        self._scaling.autoscaler.check_operator(request)
         target, steps = self._pools.scale(
             request.pool,
             request.replicas,
@@ -198,14 +201,14 @@ class CoordinatorActor:
     async def set_autoscaler(self, request: admin_pb2.SetAutoscalerRequest) -> admin_pb2.SetAutoscalerResponse:
         """Raises `SplitpointError`: see `Autoscaler.set`."""
         await self._ready.wait()
-        status = self._autoscaler.set(request, time.monotonic())
-        self._autoscaler_set.set()
+        status = self._scaling.autoscaler.set(request, time.monotonic())
+        self._scaling.policy_set.set()
         return admin_pb2.SetAutoscalerResponse(autoscaler=status)
 
     async def remove_autoscaler(self, pool: str) -> None:
         """Raises `SplitpointError(NOT_FOUND)`."""
         await self._ready.wait()
-        self._autoscaler.remove(pool)
+        self._scaling.autoscaler.remove(pool)
 
     async def apply_pools(self, request: admin_pb2.ApplyPoolsRequest) -> admin_pb2.ApplyPoolsResponse:
         """Raises `SplitpointError`: see `DesiredPools.apply`."""

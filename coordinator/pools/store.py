@@ -38,9 +38,13 @@ CREATE TABLE IF NOT EXISTS process
 CREATE TABLE IF NOT EXISTS fence (incarnation TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS autoscaler (pool TEXT PRIMARY KEY, policy TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS accelerator_budget (only INTEGER PRIMARY KEY CHECK (only = 0), accelerators INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS advisor (only INTEGER PRIMARY KEY CHECK (only = 0), memory TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS restart (name TEXT PRIMARY KEY, how TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counter (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
+
+_OF_A_RUN = ("draining", "process", "fence", "label", "cordoned", "restart", "autoscaler", "accelerator_budget", "advisor")
+"""Tables that a new run begins empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +138,7 @@ class Store:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (run_id,))
-            for table in ("draining", "process", "fence", "label", "cordoned", "restart", "autoscaler", "accelerator_budget"):
+            for table in _OF_A_RUN:
                 self._db.execute(f"DELETE FROM {table}")
             self._replace_pools(pools, 0, None)
             for name, pool in pools.items():
@@ -207,6 +211,14 @@ class Store:
             self._db.execute("DELETE FROM accelerator_budget")
         else:
             self._db.execute("INSERT OR REPLACE INTO accelerator_budget VALUES (0, ?)", (accelerators,))
+
+    def advisor(self) -> str | None:
+        """What the advisor remembers, JSON; None before it has written."""
+        row = self._db.execute("SELECT memory FROM advisor").fetchone()
+        return None if row is None else str(row[0])
+
+    def put_advisor(self, memory: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO advisor VALUES (0, ?)", (memory,))
 
     def draining(self) -> dict[WorkerId, float]:
         """Seconds left of each drain; negative when its time is over. Kept as wall-clock time: it must survive a restart."""

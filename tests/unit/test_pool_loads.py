@@ -22,11 +22,11 @@ def test_ttft_belongs_to_the_pool_of_the_prompt_and_tpot_to_that_of_the_output()
     loads = PoolLoads()
     loads.sent("p")
     loads.sent("d")
-    loads.ended("p", "d", LEDGER, "ok", 11)
-    loads.ended("p", "d", LEDGER, "ok", 1)
+    loads.ended("p", "d", LEDGER, "ok", prompt_tokens=30, output_tokens=11)
+    loads.ended("p", "d", LEDGER, "ok", prompt_tokens=9, output_tokens=1)
     assert loads.snapshot([("p", 30), ("p", 12)]) == {
-        "p": PoolLoad(queued_tokens=42, legs=1, ttft={bucket_of(0.4): 2}),
-        "d": PoolLoad(legs=1, tpot={bucket_of(0.1): 1}),
+        "p": PoolLoad(queued_tokens=42, legs=1, ttft={bucket_of(0.4): 2}, prompt_tokens=39),
+        "d": PoolLoad(legs=1, tpot={bucket_of(0.1): 1}, output_tokens=11),
     }
 
 
@@ -47,7 +47,7 @@ def test_what_failed_kept_no_goal_and_what_a_client_ended_says_only_what_it_had(
     loads = PoolLoads()
     loads.sent("p")
     loads.sent("d")
-    loads.ended(*pools, LEDGER, status, tokens)
+    loads.ended(*pools, LEDGER, status, prompt_tokens=7, output_tokens=tokens)
     found = loads.snapshot([])
     assert (found["p"].ttft, found["d"].tpot) == (ttft, tpot)
 

@@ -152,7 +152,7 @@ class GatewayStatus(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., http_address: _Optional[str] = ..., grpc_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., in_flight: _Optional[int] = ..., pid: _Optional[int] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., open_circuits: _Optional[_Iterable[str]] = ..., admin_http_address: _Optional[str] = ..., node_id: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("pools", "workers", "gateways", "model", "version", "unsettled", "autoscaling")
+    __slots__ = ("pools", "workers", "gateways", "model", "version", "unsettled", "autoscaling", "advisor")
     POOLS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class GetStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     AUTOSCALING_FIELD_NUMBER: _ClassVar[int]
+    ADVISOR_FIELD_NUMBER: _ClassVar[int]
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
@@ -167,7 +168,8 @@ class GetStatusResponse(_message.Message):
     version: int
     unsettled: _containers.RepeatedScalarFieldContainer[str]
     autoscaling: Autoscaling
-    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., model: _Optional[str] = ..., version: _Optional[int] = ..., unsettled: _Optional[_Iterable[str]] = ..., autoscaling: _Optional[_Union[Autoscaling, _Mapping]] = ...) -> None: ...
+    advisor: AdvisorStatus
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., model: _Optional[str] = ..., version: _Optional[int] = ..., unsettled: _Optional[_Iterable[str]] = ..., autoscaling: _Optional[_Union[Autoscaling, _Mapping]] = ..., advisor: _Optional[_Union[AdvisorStatus, _Mapping]] = ...) -> None: ...
 
 class ScalePoolRequest(_message.Message):
     __slots__ = ("pool", "replicas", "current_replicas", "dry_run", "expected_version", "force")
@@ -358,6 +360,110 @@ class Autoscaling(_message.Message):
     accelerators_taken: int
     accelerator_budget: int
     def __init__(self, autoscalers: _Optional[_Iterable[_Union[AutoscalerStatus, _Mapping]]] = ..., next: _Optional[_Iterable[_Union[AcceleratorGain, _Mapping]]] = ..., accelerators_taken: _Optional[int] = ..., accelerator_budget: _Optional[int] = ...) -> None: ...
+
+class AdvisorMove(_message.Message):
+    __slots__ = ("pool", "current_replicas", "replicas")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    current_replicas: int
+    replicas: int
+    def __init__(self, pool: _Optional[str] = ..., current_replicas: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class AdvisorProposal(_message.Message):
+    __slots__ = ("pools", "mode", "how", "goodput_now_per_s", "goodput_then_per_s", "goodput_meanwhile_per_s", "cost_s", "cost_requests", "gain_requests")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    HOW_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_NOW_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_THEN_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_MEANWHILE_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    COST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    GAIN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[AdvisorMove]
+    mode: str
+    how: str
+    goodput_now_per_s: float
+    goodput_then_per_s: float
+    goodput_meanwhile_per_s: float
+    cost_s: float
+    cost_requests: float
+    gain_requests: float
+    def __init__(self, pools: _Optional[_Iterable[_Union[AdvisorMove, _Mapping]]] = ..., mode: _Optional[str] = ..., how: _Optional[str] = ..., goodput_now_per_s: _Optional[float] = ..., goodput_then_per_s: _Optional[float] = ..., goodput_meanwhile_per_s: _Optional[float] = ..., cost_s: _Optional[float] = ..., cost_requests: _Optional[float] = ..., gain_requests: _Optional[float] = ...) -> None: ...
+
+class AdvisorPhase(_message.Message):
+    __slots__ = ("role", "workers", "legs_per_s", "attainment", "queued_tokens", "kv_usage", "decode_batch")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LEGS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BATCH_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    workers: int
+    legs_per_s: float
+    attainment: float
+    queued_tokens: float
+    kv_usage: float
+    decode_batch: float
+    def __init__(self, role: _Optional[str] = ..., workers: _Optional[int] = ..., legs_per_s: _Optional[float] = ..., attainment: _Optional[float] = ..., queued_tokens: _Optional[float] = ..., kv_usage: _Optional[float] = ..., decode_batch: _Optional[float] = ...) -> None: ...
+
+class AdvisorCost(_message.Message):
+    __slots__ = ("how", "cost_s", "measured_changes")
+    HOW_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    how: str
+    cost_s: float
+    measured_changes: int
+    def __init__(self, how: _Optional[str] = ..., cost_s: _Optional[float] = ..., measured_changes: _Optional[int] = ...) -> None: ...
+
+class AdvisorStatus(_message.Message):
+    __slots__ = ("enabled", "apply", "action", "reason", "age_s", "mode", "goodput_per_s", "rate_per_s", "prompt_tokens", "output_tokens", "ttft_goal_s", "tpot_goal_s", "phases", "proposal", "pending", "dwell_left_s", "backoff_left_s", "rollbacks", "costs", "evidence")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    APPLY_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_PER_S_FIELD_NUMBER: _ClassVar[int]
+    RATE_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_GOAL_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_GOAL_S_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    DWELL_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    BACKOFF_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    apply: bool
+    action: str
+    reason: str
+    age_s: float
+    mode: str
+    goodput_per_s: float
+    rate_per_s: float
+    prompt_tokens: float
+    output_tokens: float
+    ttft_goal_s: float
+    tpot_goal_s: float
+    phases: _containers.RepeatedCompositeFieldContainer[AdvisorPhase]
+    proposal: AdvisorProposal
+    pending: _containers.RepeatedCompositeFieldContainer[AdvisorMove]
+    dwell_left_s: float
+    backoff_left_s: float
+    rollbacks: int
+    costs: _containers.RepeatedCompositeFieldContainer[AdvisorCost]
+    evidence: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, enabled: _Optional[bool] = ..., apply: _Optional[bool] = ..., action: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., mode: _Optional[str] = ..., goodput_per_s: _Optional[float] = ..., rate_per_s: _Optional[float] = ..., prompt_tokens: _Optional[float] = ..., output_tokens: _Optional[float] = ..., ttft_goal_s: _Optional[float] = ..., tpot_goal_s: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[AdvisorPhase, _Mapping]]] = ..., proposal: _Optional[_Union[AdvisorProposal, _Mapping]] = ..., pending: _Optional[_Iterable[_Union[AdvisorMove, _Mapping]]] = ..., dwell_left_s: _Optional[float] = ..., backoff_left_s: _Optional[float] = ..., rollbacks: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[AdvisorCost, _Mapping]]] = ..., evidence: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetAutoscalerRequest(_message.Message):
     __slots__ = ("pool", "policy", "dry_run", "accelerator_budget")
