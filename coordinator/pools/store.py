@@ -21,7 +21,7 @@ from coordinator.pools.reports import Beat, ProcessRef
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Of the tables below; raise it with every change of one. 0: a new file, or one of before versions were written."""
 
 _SCHEMA = """
