@@ -49,15 +49,17 @@ class Scaling:
         """Set it where an autoscaler has another policy: it is looked at without delay."""
         self._counts = self._now()
 
-    def serve_metrics(self) -> None:
-        """Where `coordinator.metrics_port` says so. One that is taken is an error in the log: pools are scaled all the same."""
+    def serve_metrics(self) -> int | None:
+        """Where `coordinator.metrics_port` says so; the port. One that is taken is an error in the log: pools are scaled all the
+        same."""
         coordinator = self._settings.coordinator
         if coordinator.metrics_port is None:
-            return
+            return None
         try:
-            self.metrics.serve(coordinator.metrics_host, coordinator.metrics_port)
+            return self.metrics.serve(coordinator.metrics_host, coordinator.metrics_port)
         except OSError as error:
             log.error("coordinator.metrics_port: no metrics of pools: %s", error)
+            return None
 
     async def run(
         self,

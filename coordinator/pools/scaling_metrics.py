@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -22,6 +24,7 @@ class ScalingMetrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         self._snapshot = admin_pb2.GetStatusResponse()
+        self._http: tuple[WSGIServer, threading.Thread] | None = None
         self._scaled = self._counter("scale_events", "Changes of a pool's target.", ["source", "pool", "direction"])
         self._autoscaled = self._counter("autoscaler_decisions", "Decisions of autoscalers.", ["pool", "action"])
         self._advised = self._counter("advisor_decisions", "Looks of the advisor, by what came of them.", ["action"])
@@ -49,9 +52,18 @@ class ScalingMetrics:
 
     def serve(self, host: str, port: int) -> int:
         """Answer scrapes over HTTP from a thread; returns the port (`port` 0: the system chooses). Raises `OSError`."""
-        server, _ = start_http_server(port, addr=host, registry=self.registry)
+        server, thread = start_http_server(port, addr=host, registry=self.registry)
+        self._http = (server, thread)
         log.info("metrics at http://%s:%d/metrics", host, server.server_port)
         return int(server.server_port)
+
+    def close(self) -> None:
+        """End `serve`. Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            http[0].shutdown()
+            http[0].server_close()
+            http[1].join()
 
     def families(self) -> Iterable[Metric]:
         """The gauges of the last snapshot; pools that are gone have none."""

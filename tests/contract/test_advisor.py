@@ -5,7 +5,11 @@ What the load is said to be is planted, and time is given: what is decided depen
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +20,10 @@ from coordinator.config import load
 from coordinator.gateway.latencies import bucket_of
 from coordinator.gateway.pool_loads import PoolLoad
 from coordinator.pools.autoscale_sampler import Heard
+from coordinator.pools.desired_pools import DesiredPools
+from coordinator.pools.fleet import Fleet, rules_of
 from coordinator.pools.scaling import Scaling
+from coordinator.pools.store import Store
 from tests.contract.test_pools import SPLIT, Rig
 from tests.support.cores import core_over
 from tests.support.small_cluster import SmallCluster, followed, report_of
@@ -101,3 +108,35 @@ async def test_a_worker_moves_between_the_phases_and_back_and_no_request_notices
         assert rig.incarnations() == before, "no engine was started"
         assert not any(reader.ledger.recomputed for reader in answered)
         assert await rig.held() == [(0, 0, 0)] * 3
+
+
+async def test_both_look_by_themselves_and_what_they_decide_is_scraped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sets = ["engine.kind=simulated", f"engine.model_path={tmp_path}", "coordinator.metrics_port=0"]
+    sets += ["advisor.enabled=true", "advisor.interval_s=0.05", "advisor.window_s=0.2"]
+    settings, fleet = load(sets=sets, environment={}), Fleet()
+    with contextlib.closing(Store(tmp_path / "state.sqlite3")) as store:
+        store.begin_run("run", settings.pools)
+        scaling = Scaling(settings, store, DesiredPools(settings, store, fleet, rules_of(settings).whole_roles), fleet)
+        port = scaling.serve_metrics()
+        heard = Heard(reports={}, heard_s={}, expected=("gateway/0",))
+        looking = asyncio.create_task(scaling.run(lambda: heard, lambda: [], lambda: False, lambda: None))
+        try:
+            async with asyncio.timeout(30):
+                text = ""
+                while 'splitpoint_advisor_decisions_total{action="stay"' not in text or "splitpoint_advisor_pending{" not in text:
+                    text = await asyncio.to_thread(_scrape, port)
+        finally:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+        taken = settings.model_copy(update={"coordinator": settings.coordinator.model_copy(update={"metrics_port": port})})
+        again = Scaling(taken, store, DesiredPools(settings, store, fleet, rules_of(settings).whole_roles), fleet)
+        with caplog.at_level(logging.ERROR):
+            assert again.serve_metrics() is None
+        assert "coordinator.metrics_port: no metrics of pools" in caplog.text
+        scaling.metrics.close()
+
+
+def _scrape(port: int | None) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        return str(reply.read().decode())
