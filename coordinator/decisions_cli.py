@@ -54,6 +54,7 @@ def _columns(output: Format) -> dict[str, Any]:
             "answer": lambda row: str(row[1].output_tokens),
             "TTFT of": lambda row: f"{row[1].ttft_s * 1e3:.1f} of {row[1].slo_ttft_s * 1e3:g} ms" if row[1].measured else "",
             "TPOT of": lambda row: f"{row[1].tpot_s * 1e3:.2f} of {row[1].slo_tpot_s * 1e3:g} ms" if row[1].measured else "",
+            "misses": lambda row: ", ".join(f"{p.path} {p.own_misses:.2f}+{p.others_misses:.2f}" for p in row[1].predictions),
             "queued": lambda row: ", ".join(f"{p.path} {p.queued_tokens}" for p in row[1].predictions),
             "running": lambda row: ", ".join(f"{p.path} {p.running}" for p in row[1].predictions),
         }

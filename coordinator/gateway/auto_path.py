@@ -10,7 +10,7 @@ from coordinator.gateway.ledger import LedgerRecorder
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.routing.auto import AutoPath, AutoSettings, Decision, Objective, StepTimes, Times
 from coordinator.routing.path_choice import PathChooser
-from coordinator.routing.phases import PhaseBook
+from coordinator.routing.phases import Answer, PhaseBook
 from coordinator.routing.policies import Ask
 from coordinator.routing.router import Router
 from protos.ids import Incarnation
@@ -80,6 +80,12 @@ class AutoPaths:
             ttft_s=own.ttft_s if ttft_s is None else ttft_s, tpot_s=own.tpot_s if tpot_s is None else tpot_s, source=source
         )
 
+    def answer(self, submission: Submission) -> Answer | None:
+        """What `phases` is told of the answer to a request, on whatever path; None where nobody asks."""
+        if self._chooser is None:
+            return None
+        return self._chooser.answer(self.objective(submission), max_tokens=submission.sampling.max_tokens)
+
     def answered(self, decision: Decision, submission: Submission, ledger: LedgerRecorder, output_tokens: int) -> None:
         """A request whose path was decided had its answer at the first attempt. What says nothing of that path is left out: it
         was served on another one, or its tokens came all at once."""
@@ -144,6 +150,8 @@ def _decision(decision: Decision) -> admin_pb2.PathDecision:
                 running=decision.loads[path].running,
                 prompt_share=decision.loads[path].prompt_share,
                 cached_tokens=decision.loads[path].cached_tokens,
+                own_misses=decision.misses[path].own,
+                others_misses=decision.misses[path].others,
             )
             for path, times in decision.predicted.items()
         ],

@@ -95,6 +95,7 @@ class RunningChoice:
         )
         self._ledger = LedgerRecorder(received_s=submission.received_s, path=path)
         self._decision: Decision | None = None
+        self._answer = core.paths.answer(submission)
         self._charges: dict[AttemptId, tuple[Incarnation, int]] = {}
         self._events: deque[Event] = deque()
         self._handling = False
@@ -226,23 +227,24 @@ class RunningChoice:
             return
         match event.WhichOneof("event"):
             case "sealed":
-                self._core.paths.phases.computed(event.attempt_id, self._arrived_s)
-                self._prompt.computed(event.sealed.first.cached_tokens)
-                self._ledger.tokens_arrived(self._arrived_s)
+                self._tokens_came(event.attempt_id, event.sealed.first)
                 self._ledger.leg_ended(self._arrived_s, event.sealed.times)
             case "staged":
                 self._ledger.staged(self._arrived_s, event.staged)
             case "tokens":
-                self._core.paths.phases.computed(event.attempt_id, self._arrived_s)
-                self._prompt.computed(event.tokens.cached_tokens)
-                self._ledger.tokens_arrived(self._arrived_s)
+                self._tokens_came(event.attempt_id, event.tokens)
             case "finished":
-                self._core.paths.phases.computed(event.attempt_id, self._arrived_s)
-                self._prompt.computed(event.finished.last.cached_tokens)
-                self._ledger.tokens_arrived(self._arrived_s)
+                self._tokens_came(event.attempt_id, event.finished.last)
                 self._ledger.leg_ended(self._arrived_s, event.finished.times)
             case "failed" if event.failed.code.startswith("transfer_"):
                 self._core.metrics.transfer_failed(event.failed.code)
+
+    def _tokens_came(self, attempt_id: str, tokens: worker_pb2.TokensEvent) -> None:
+        self._core.paths.phases.computed(attempt_id, self._arrived_s)
+        if self._answer is not None:
+            self._answer.came(self._arrived_s, len(tokens.token_ids))
+        self._prompt.computed(tokens.cached_tokens)
+        self._ledger.tokens_arrived(self._arrived_s)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -322,16 +324,16 @@ class RunningChoice:
             case SendPrepare():
                 # Charged already here: from now on this worker is going to have the request.
                 request, tokens = self._legs.prepare(action, remaining_s), prompt_tokens + output_tokens
-                phases.prepare_sent(action.attempt_id, worker.incarnation)
+                phases.prepare_sent(action.attempt_id, worker.incarnation, self._answer)
             case SendDecode():
                 request, tokens = self._legs.decode(action, remaining_s), prompt_tokens + output_tokens
                 self._hand_over_charge(worker)
-                phases.decode_sent(action.attempt_id, worker.incarnation)
+                phases.decode_sent(action.attempt_id, worker.incarnation, self._answer)
                 self._ledger.leg_sent(Window.DECODE, worker.worker_id, now_s)
                 self.output_pool = worker.pool
             case SendColocated():
                 request, tokens = self._legs.colocated(action, remaining_s), uncached_tokens + output_tokens
-                phases.prompt_sent(action.attempt_id, worker.incarnation, uncached_tokens, decodes=True)
+                phases.prompt_sent(action.attempt_id, worker.incarnation, uncached_tokens, decodes=True, answer=self._answer)
                 self._ledger.leg_sent(Window.SOLO, worker.worker_id, now_s)
                 self.prompt_pool = self.output_pool = worker.pool
         if not isinstance(action, SendPrepare):

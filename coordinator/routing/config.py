@@ -109,7 +109,9 @@ class AutoPathSettings(BaseModel):
     slo_ttft_s: PositiveFloat = Field(1.0, description="For requests that bring no objective of their own.")
     slo_tpot_s: PositiveFloat = Field(0.05, description="For requests that bring no objective of their own.")
     hysteresis: NonNegativeFloat = Field(
-        0.1, description="How much better the other path must be predicted before requests of a kind change over, as a share."
+        0.1,
+        description="How much less of the objective the other path must use before requests of a kind change over, as a share, "
+        "where both add as few misses.",
     )
     explore_share: float = Field(0.02, ge=0, le=0.5, description="Of the requests that go the other way, so that a drift shows.")
     learning_rate: float = Field(0.02, gt=0, le=1, description="The weight of one request in the correction of a prediction.")

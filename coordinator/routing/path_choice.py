@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from coordinator.routing.auto import COLOCATED, SPLIT, AutoPath, Decision, Objective, PathLoad, Times, Work
 from coordinator.routing.goals import PairGoal, SoloGoal
-from coordinator.routing.phases import PhaseBook
+from coordinator.routing.phases import Answer, PhaseBook
 from coordinator.routing.policies import Ask
 from coordinator.routing.router import Router
 
@@ -63,6 +63,10 @@ class PathChooser:
             return None
         work = Work(prompt_tokens=ask.tokens, output_tokens=self._lengths.expected(max_tokens))
         return self.auto.decide(work, objective, loads, draw=draw_of(request_id), request_id=request_id)
+
+    def answer(self, objective: Objective, *, max_tokens: int) -> Answer:
+        """What `phases` is told of a request's answer, whichever way its path was chosen."""
+        return Answer(tokens=self._lengths.expected(max_tokens), tpot_s=objective.tpot_s)
 
     def answered(self, decision: Decision, times: Times, *, max_tokens: int, output_tokens: int) -> None:
         """A request took the path that was decided and had its answer, two tokens or more of it."""

@@ -75,6 +75,9 @@ async def test_the_path_that_is_predicted_better_is_taken_and_reported(slow: str
         assert {each.path for each in found.predictions} == {SPLIT, COLOCATED}
         mine = next(each for each in found.predictions if each.path == better)
         assert ledger["predicted_ttft_ms"] == pytest.approx(mine.ttft_s * 1e3)
+        others = next(each for each in found.predictions if each.path == slow)
+        assert (mine.own_misses < 0.01, mine.others_misses, others.own_misses > 0.99) == (True, 0, True)
+        assert made.under_test.core.paths.phases.idle
         assert found.measured
         assert found.ttft_s * 1e3 == pytest.approx(ledger["ttft_ms"])
         assert 0 < found.tpot_s < 1

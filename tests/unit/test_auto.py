@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,13 +18,16 @@ from coordinator.routing.auto import (
     SPLIT,
     AutoPath,
     AutoSettings,
+    Neighbour,
     Objective,
     PathLoad,
     StepTimes,
     Times,
     Work,
-    beside_tpot_s,
+    disturbed,
+    miss_chance,
     predict,
+    waiting_behind,
 )
 
 TIMES = {
@@ -69,14 +73,65 @@ def test_a_prompt_in_chunks_waits_for_every_step_and_holds_up_no_step_by_more_th
 
 def test_a_request_does_not_take_a_path_on_which_it_spoils_others() -> None:
     """Alone it would be served well by either, and better colocated."""
-    auto = AutoPath(TIMES, CALM)
     tight, prompt = Objective(ttft_s=10.0, tpot_s=0.0155), Work(prompt_tokens=1000, output_tokens=11)
     alone = {SPLIT: PathLoad(), COLOCATED: PathLoad(running=4)}
-    beside = {SPLIT: PathLoad(), COLOCATED: PathLoad(running=4, beside=4)}
-    assert auto.decide(prompt, tight, alone, draw=0.5).path == COLOCATED
-    assert beside_tpot_s(TIMES[COLOCATED], beside[COLOCATED], prompt) == pytest.approx(0.01 + 4e-4 + 0.1 / 10)
-    assert AutoPath(TIMES, CALM).decide(prompt, tight, beside, draw=0.5).path == SPLIT
-    assert beside_tpot_s(TIMES[SPLIT], beside[SPLIT], prompt) == 0
+    assert AutoPath(TIMES, CALM).decide(prompt, tight, alone, draw=0.5).path == COLOCATED
+    # Each of four has ten tokens to come, in half as much time again as they take when nobody disturbs them.
+    beside = PathLoad(running=4, beside=4, neighbours=(Neighbour(10, 0.156),) * 4)
+    decided = AutoPath(TIMES, CALM).decide(prompt, tight, {SPLIT: PathLoad(), COLOCATED: beside}, draw=0.5)
+    assert decided.path == SPLIT
+    assert decided.misses[COLOCATED].own < 0.2
+    assert decided.misses[COLOCATED].others > 1.0
+    assert decided.misses[SPLIT].others == 0
+    assert not decided.loads[COLOCATED].neighbours, "what is remembered is small"
+
+
+def test_neighbours_are_disturbed_for_as_long_as_they_are_there() -> None:
+    times, work = replace(TIMES[COLOCATED], chunk_tokens=250), Work(prompt_tokens=1000, output_tokens=11)
+
+    def by(*neighbours: Neighbour, **load: Any) -> float:
+        return disturbed(times, PathLoad(beside=1, neighbours=neighbours, **load), work, 1.0, 0.1)
+
+    # Four steps of 250 tokens, 25 ms each, are in the way of ten tokens of 10.1 ms.
+    assert by(Neighbour(10, 0.15)) > 0.95
+    assert by(Neighbour(10, 0.30)) < 0.05, "it can wait"
+    assert by(Neighbour(10, 0.05)) < 0.05, "it misses without this one"
+    assert by(Neighbour(2, 0.061)) > by(Neighbour(1, 0.061)), "the second of them is after it"
+    assert by(Neighbour(10, 0.45), queued_tokens=2500) < 1e-6, "gone before the prompt's turn"
+    assert by(Neighbour(10, 0.15, started=False), queued_tokens=2500) > 0.95, "begins just before it"
+    assert by(Neighbour(10, 0.15, stands_for=3.0)) == pytest.approx(3 * by(Neighbour(10, 0.15)))
+    apart = PathLoad(running=1, decodes_apart=True, decode_neighbours=(Neighbour(10, 0.1015),))
+    # Each of ten steps takes a sequence more.
+    assert 0.01 < disturbed(times, apart, work, 1.0, 0.1) < 0.1
+    assert disturbed(times, replace(apart, decode_neighbours=()), work, 1.0, 0.1) == 0
+
+
+def test_a_late_prompt_makes_more_late_the_busier_its_engine_is() -> None:
+    times = TIMES[COLOCATED]
+    assert waiting_behind(times, PathLoad(), 1.0) == 0
+    assert waiting_behind(times, PathLoad(beside_share=0.5), 1.0) == pytest.approx(1.0)
+    assert waiting_behind(times, PathLoad(beside_share=0.5), 1.5) == pytest.approx(3.0)
+    assert waiting_behind(times, PathLoad(beside_share=2.0), 1.0) == pytest.approx(4.0), "no more than four"
+    chunked = replace(times, chunk_tokens=100)
+    assert waiting_behind(chunked, PathLoad(beside_share=0.3), 1.0) == pytest.approx(0.6 / 0.4), "a step's own time comes with it"
+
+
+def test_a_request_that_is_late_anyway_leaves_the_queue_to_others() -> None:
+    """It misses on either path, and is not worse off on the split one."""
+    loads = {SPLIT: PathLoad(queued_tokens=12_000), COLOCATED: PathLoad(queued_tokens=13_000)}
+    assert AutoPath(TIMES, CALM).decide(WORK, OBJECTIVE, loads, draw=0.5).path == SPLIT
+    busy = {**loads, SPLIT: PathLoad(queued_tokens=12_000, beside_share=0.7)}
+    decided = AutoPath(TIMES, CALM).decide(WORK, OBJECTIVE, busy, draw=0.5)
+    assert (decided.path, decided.why) == (COLOCATED, "predicted")
+    assert decided.misses[SPLIT].others > 1.5
+
+
+@pytest.mark.parametrize(
+    ("expected_s", "spread", "chance"), [(1.0, 0.1, 0.5), (0.9, 0.1, 0.146), (0.9, 0.5, 0.417), (9.0, 0.1, 1.0)]
+)
+def test_how_likely_a_limit_is_missed(expected_s: float, spread: float, chance: float) -> None:
+    assert miss_chance(expected_s, 1.0, spread) == pytest.approx(chance, abs=1e-3)
+    assert (miss_chance(expected_s, 0.0, spread), miss_chance(0.0, 1.0, spread)) == (1.0, 0.0)
 
 
 def test_the_objective_that_is_further_from_being_met_decides() -> None:
@@ -89,11 +144,20 @@ def test_the_objective_that_is_further_from_being_met_decides() -> None:
 def test_requests_of_a_kind_stay_until_the_other_path_is_clearly_better() -> None:
     auto = AutoPath(TIMES, CALM)
     assert auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=0.5).path == SPLIT
-    tight = Objective(ttft_s=100.0, tpot_s=0.01)
-    decided = auto.decide(WORK, tight, {SPLIT: PathLoad(prompt_share=0.05), COLOCATED: PathLoad()}, draw=0.5)
+    easy = Objective(ttft_s=100.0, tpot_s=0.1)
+    decided = auto.decide(WORK, easy, {SPLIT: PathLoad(prompt_share=0.05), COLOCATED: PathLoad()}, draw=0.5)
     assert (decided.path, decided.why) == (SPLIT, "held")
-    decided = auto.decide(WORK, tight, {SPLIT: PathLoad(prompt_share=0.5), COLOCATED: PathLoad()}, draw=0.5)
+    decided = auto.decide(WORK, easy, {SPLIT: PathLoad(prompt_share=0.5), COLOCATED: PathLoad()}, draw=0.5)
     assert (decided.path, decided.why) == (COLOCATED, "predicted")
+
+
+def test_a_miss_more_is_not_held_on_to() -> None:
+    """The path that a kind was on may use little more of the objective: what that adds in misses counts."""
+    auto, tight = AutoPath(TIMES, CALM), Objective(ttft_s=100.0, tpot_s=0.0104)
+    assert auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=0.5).path == SPLIT
+    decided = auto.decide(WORK, tight, {SPLIT: PathLoad(prompt_share=0.05), COLOCATED: PathLoad()}, draw=0.5)
+    assert (decided.path, decided.why) == (COLOCATED, "predicted")
+    assert decided.predicted[SPLIT].tpot_s < 1.11 * decided.predicted[COLOCATED].tpot_s
 
 
 def test_the_map_says_where_a_kind_begins_and_no_more() -> None:
@@ -111,9 +175,46 @@ def test_a_path_that_cannot_be_taken_is_not_explored() -> None:
 
 def test_a_small_share_goes_the_other_way_and_changes_nothing_for_the_next() -> None:
     auto, rng = AutoPath(TIMES), random.Random(1)
-    why = Counter(auto.decide(WORK, OBJECTIVE, crowded(0.8), draw=rng.random()).why for _ in range(5000))
+    why = Counter(auto.decide(WORK, OBJECTIVE, crowded(0.5), draw=rng.random()).why for _ in range(5000))
     assert set(why) == {"predicted", "explored"}
     assert 70 <= why["explored"] <= 130
+
+
+def test_exploration_waits_for_a_request_that_it_costs_little() -> None:
+    """It is drawn for a tenth of the requests, of which every second would miss its objective on the other path."""
+    auto, rng = AutoPath(TIMES, AutoSettings(explore_share=0.1)), random.Random(4)
+    costly = {SPLIT: PathLoad(), COLOCATED: PathLoad(queued_tokens=50_000)}
+    made: list[tuple[bool, str]] = []
+    for number in range(2000):
+        cheap = number % 2 == 0
+        decided = auto.decide(WORK, OBJECTIVE, crowded(0.5) if cheap else costly, draw=rng.random())
+        made.append((cheap, decided.why))
+    explored = [cheap for cheap, why in made if why == "explored"]
+    assert all(explored)
+    assert 160 <= len(explored) <= 240
+
+
+def test_an_exploration_that_always_costs_is_made_once_in_a_while() -> None:
+    auto = AutoPath(TIMES, AutoSettings(explore_share=1.0))
+    costly = {SPLIT: PathLoad(), COLOCATED: PathLoad(queued_tokens=50_000)}
+    why = [auto.decide(WORK, OBJECTIVE, costly, draw=0.0).why for _ in range(44)]
+    assert [number for number, each in enumerate(why) if each == "explored"] == [10, 21, 32, 43]
+
+
+def test_how_much_is_missed_by_widens_what_is_expected() -> None:
+    """Two gateways see the same mean, one of them scattered."""
+    chances = []
+    for spread in (0.02, 0.5):
+        auto, rng = AutoPath(TIMES, CALM), random.Random(2)
+        for _ in range(400):
+            decided = auto.decide(WORK, OBJECTIVE, {SPLIT: PathLoad()}, draw=0.5)
+            raw = predict(TIMES[SPLIT], PathLoad(), WORK)
+            off = math.exp(rng.gauss(0, spread))
+            auto.measured(decided, Times(raw.ttft_s * off, raw.tpot_s * off))
+        half_used = {SPLIT: PathLoad(queued_tokens=5000)}
+        chances.append(auto.decide(WORK, OBJECTIVE, half_used, draw=0.5).misses[SPLIT].own)
+    assert chances[0] < 0.001
+    assert 0.02 < chances[1] < 0.3
 
 
 def test_what_was_lost_is_told_the_worst_first() -> None:

@@ -8,11 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.routing.auto import COLOCATED, PATHS, SPLIT, AutoPath, AutoSettings, Objective, PathLoad, StepTimes, Times, Work
+from coordinator.routing.auto import (
+    COLOCATED,
+    PATHS,
+    SPLIT,
+    AutoPath,
+    AutoSettings,
+    Neighbour,
+    Objective,
+    PathLoad,
+    StepTimes,
+    Times,
+    Work,
+)
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.goals import PairRoute, SoloRoute
 from coordinator.routing.path_choice import PathChooser, draw_of
-from coordinator.routing.phases import WINDOW_S, PhaseBook
+from coordinator.routing.phases import NEIGHBOURS, WINDOW_S, Answer, PhaseBook
 from coordinator.routing.policies import Ask
 from coordinator.routing.router import Router
 from coordinator.routing.views import Role, WorkerState, WorkerView
@@ -103,7 +115,7 @@ def test_a_prompt_waits_until_its_first_token_and_decodes_until_its_leg_is_over(
     book.prompt_sent("b", D.incarnation, 200, decodes=True)
     book.prepare_sent("a/d", D.incarnation)
     # Whoever waits for a prompt or for its KV is going to decode as well.
-    assert book.load(PAIR, 0.0, 1.0) == PathLoad(queued_tokens=300, running=2, cached_tokens=16)
+    assert book.load(PAIR, 0.0, 1.0) == PathLoad(queued_tokens=300, running=2, cached_tokens=16, decodes_apart=True)
     assert book.load(SOLO, 0.0, 1.0) == PathLoad(queued_tokens=200, running=2)
     book.computed("a", 1.0)
     book.over("a")
@@ -111,12 +123,60 @@ def test_a_prompt_waits_until_its_first_token_and_decodes_until_its_leg_is_over(
     book.decode_sent("c", D.incarnation)
     book.computed("b", 1.0)
     book.computed("b", 2.0)
-    assert book.load(PAIR, 0.0, 1.0) == PathLoad(running=2, cached_tokens=16)
+    assert book.load(PAIR, 0.0, 1.0) == PathLoad(running=2, cached_tokens=16, decodes_apart=True)
     assert book.load(SOLO, 0.0, 1.0) == PathLoad(running=2, beside=2)
     book.over("b")
     book.over("b")
     book.over("c")
     assert book.idle
+
+
+def test_neighbours_have_what_is_left_of_their_time() -> None:
+    book = PhaseBook()
+    whole, handed = Answer(tokens=11, tpot_s=0.05), Answer(tokens=21, tpot_s=0.05)
+    book.prompt_sent("a", D.incarnation, 200, decodes=True, answer=whole)
+    book.prompt_sent("b", P.incarnation, 300, decodes=False)
+    book.prepare_sent("b/d", D.incarnation, handed)
+    assert book.load(SOLO, 0.0, 1.0).neighbours == (
+        Neighbour(10, pytest.approx(0.5), started=False),
+        Neighbour(20, pytest.approx(1.0), started=False),
+    )
+    book.computed("a", 2.0)
+    whole.came(2.0, 1)
+    whole.came(2.1, 3)
+    handed.came(2.0, 1)
+    book.over("b")
+    book.over("b/d")
+    book.decode_sent("b/d2", D.incarnation, handed)
+    # Seven are left of the first and have 0.5 s from 2.0 on.
+    expected = (Neighbour(7, pytest.approx(0.3)), Neighbour(20, pytest.approx(0.8)))
+    assert book.load(SOLO, 0.0, 2.2).neighbours == expected
+    assert book.load(PAIR, 0.0, 2.2).decode_neighbours == expected
+    assert book.load(PAIR, 0.0, 2.2).neighbours == ()
+    whole.came(2.3, 30)
+    assert book.load(SOLO, 0.0, 2.3).neighbours[0].left_tokens == 1, "longer than expected, and not over"
+    book.over("a")
+    book.over("b/d2")
+    assert book.load(SOLO, 0.0, 2.2).neighbours == ()
+    assert book.idle
+
+
+def test_of_many_neighbours_some_stand_for_all() -> None:
+    book = PhaseBook()
+    for number in range(300):
+        book.decode_sent(f"{number}", D.incarnation, Answer(tokens=number + 2, tpot_s=0.05, got_tokens=1, first_s=0.0))
+    found = book.load(SOLO, 0.0, 1.0).neighbours
+    assert len(found) <= NEIGHBOURS
+    assert sum(each.stands_for for each in found) == pytest.approx(300)
+    assert max(each.left_tokens for each in found) > 250
+    for number in range(300):
+        book.over(f"{number}")
+    assert book.idle
+
+
+def test_an_answer_is_due_as_fast_as_its_own_objective() -> None:
+    made = chooser()
+    assert made.answer(Objective(ttft_s=1.0, tpot_s=0.02), max_tokens=30) == Answer(tokens=30, tpot_s=0.02)
 
 
 def test_the_share_of_prompts_is_that_of_the_last_seconds() -> None:
@@ -140,7 +200,7 @@ def test_other_gateways_show_by_heartbeats() -> None:
     book.prompt_sent("a", P.incarnation, 300, decodes=False)
     busy_p, busy_d = worker_view("p", waiting=3), worker_view("d", Role.DECODE, running=7)
     load = book.load(PairRoute(prefill=busy_p, decode=busy_d, transport="ucx"), 0.0, 1.0)
-    assert load == PathLoad(queued_tokens=900, running=7)
+    assert load == PathLoad(queued_tokens=900, running=7, decodes_apart=True)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["prompt", "solo", "prepare", "decode", "computed", "over"]))))

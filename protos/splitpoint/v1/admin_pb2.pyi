@@ -100,7 +100,7 @@ class WorkerResources(_message.Message):
     def __init__(self, kv_blocks_held: _Optional[int] = ..., legs: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., send_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., receive_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json", "updated")
+    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -110,7 +110,6 @@ class PoolStatus(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
-    UPDATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     target: int
@@ -120,8 +119,7 @@ class PoolStatus(_message.Message):
     failures: int
     detail: str
     engine_json: str
-    updated: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ..., updated: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight", "pid", "tasks", "open_files", "open_circuits", "admin_http_address", "node_id", "detail")
@@ -582,7 +580,7 @@ class ListDecisionsRequest(_message.Message):
     def __init__(self, lost_only: _Optional[bool] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class PathPrediction(_message.Message):
-    __slots__ = ("path", "ttft_s", "tpot_s", "stress", "queued_tokens", "running", "prompt_share", "cached_tokens")
+    __slots__ = ("path", "ttft_s", "tpot_s", "stress", "queued_tokens", "running", "prompt_share", "cached_tokens", "own_misses", "others_misses")
     PATH_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
@@ -591,6 +589,8 @@ class PathPrediction(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OWN_MISSES_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_MISSES_FIELD_NUMBER: _ClassVar[int]
     path: str
     ttft_s: float
     tpot_s: float
@@ -599,7 +599,9 @@ class PathPrediction(_message.Message):
     running: int
     prompt_share: float
     cached_tokens: int
-    def __init__(self, path: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., stress: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., prompt_share: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    own_misses: float
+    others_misses: float
+    def __init__(self, path: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., stress: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., prompt_share: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., own_misses: _Optional[float] = ..., others_misses: _Optional[float] = ...) -> None: ...
 
 class PathDecision(_message.Message):
     __slots__ = ("request_id", "path", "reason", "prompt_tokens", "output_tokens", "slo_ttft_s", "slo_tpot_s", "predictions", "measured", "ttft_s", "tpot_s", "stress", "lost_by", "objective_source")
