@@ -43,7 +43,6 @@ def pools(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
         "role": lambda p: p.role,
         "target": lambda p: str(p.target),
         "ready": lambda p: str(p.ready),
-        "updated": lambda p: str(p.updated),
         "starting": lambda p: str(p.starting),
         "draining": lambda p: str(p.draining),
     }

@@ -1,7 +1,8 @@
 """Path `auto` against both fixed paths, in virtual time: predictions are off and engines drift.
 
 The unit is the seed: a workload, drifts of both engines, and predictions that are a fifth too low or too high for each path by
-itself. The better fixed path is chosen on other seeds. A goodput is the rate at which nine in ten requests meet the objective.
+itself. The better fixed path is chosen on other seeds. A goodput is the rate at which nine in ten requests meet the objective,
+read off probes around it; it is looked for until it is found, so that no seed drops out on one side.
 """
 
 from __future__ import annotations
@@ -10,29 +11,32 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coordinator.bench.auto_world import ROLES, Drift, RoutedClient, calibrated, scaled
-from coordinator.compare.load import Slo, run_probe
-from coordinator.compare.proof.engine_experiment import TURN_S
-from coordinator.compare.proof.virtual_time import run_virtual
+from coordinator.bench.auto_engine import Drift
+from coordinator.bench.auto_world import ROLES, World, calibrated, scaled
 from coordinator.compare.stats import knee, t_interval
-from coordinator.compare.workload import TUNING_SEEDS_FROM, PlannedRequest, Workload, WorkloadSpec, make
-from coordinator.routing.auto import AUTO, COLOCATED, EXPLORED, SPLIT, AutoPath, AutoSettings, Objective
+from coordinator.compare.workload import TUNING_SEEDS_FROM, PlannedRequest
+from coordinator.routing.auto import AUTO, COLOCATED, EXPLORED, SPLIT, AutoPath, AutoSettings, Objective, Times
 
-SLO = Slo(ttft_s=1.0, tpot_s=0.05)
-REQUESTS, WARM_UP = 160, 20
-DEADLINE_S = 120.0
-RATE_STEP, MAX_RATES = 1.14, 14
-DONE_BELOW = 0.8
-"""An attainment after which no higher rate is tried."""
+OBJECTIVE = Objective(ttft_s=1.0, tpot_s=0.05)
+LEVEL = 0.9
+PROBE_S, WARM_UP_S, ORDERS = 300.0, 15.0, 2
+"""A probe is as long as the longer drift's period: what drifts is the same for every arm and rate, whenever it is probed. Each
+rate is probed with so many workloads, the same for all arms and rates but for the pace."""
+RATE_STEP, STRIDE = 1.05, 4
+"""Rates are steps of a ladder, the same for all arms; the first search goes so many at a time."""
+FURTHEST = 60
+"""Steps from a case's first rate, a factor of 18: beyond it something else is wrong."""
 ERRORS = ((0.8, 0.8), (0.8, 1.2), (1.2, 0.8), (1.2, 1.2))
 """Of the predictions of split and colocated, seed by seed."""
-SWING, PERIODS_S = 0.1, (300.0, 370.0)
+SWING, PERIODS_S = 0.1, (150.0, 300.0)
 FIXED = (SPLIT, COLOCATED)
+JUDGED_SEEDS_FROM = 26_000
+"""Development used 5,000 to 5,099."""
 NON_INFERIOR, ABOVE = 0.98, 1.05
 
 
@@ -55,7 +59,7 @@ ANSWERS = Kind(prompt_tokens=(8, 24), output_tokens=(32, 64))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A workload: its kinds take turns, or with `drawn` are drawn request by request. `start` is the lowest rate.
+    """A workload: its kinds take turns, or with `drawn` are drawn request by request. The search begins at rate `start`.
 
     `mixed`: `auto` is to be above both paths, not only as good as the better one; None: shown and not judged.
     """
@@ -67,76 +71,98 @@ class Case:
 
 
 CASES = {
-    "short": Case(kinds=(SHORT,), start=10.0),
-    "long prompts": Case(kinds=(PROMPTS,), start=1.6),
-    "even": Case(kinds=(EVEN,), start=3.0),
-    "long answers": Case(kinds=(ANSWERS,), start=1.7),
-    "mixed, in turns": Case(kinds=(replace(PROMPTS, turn=45), replace(ANSWERS, turn=20, pace=1.5)), start=1.4, mixed=True),
-    "mixed, at once": Case(kinds=(SHORT, PROMPTS, EVEN, ANSWERS), start=2.0, drawn=True, mixed=None),
+    "short": Case(kinds=(SHORT,), start=16.0),
+    "long prompts": Case(kinds=(PROMPTS,), start=3.5),
+    "even": Case(kinds=(EVEN,), start=5.5),
+    "long answers": Case(kinds=(ANSWERS,), start=4.5),
+    "mixed, in turns": Case(kinds=(replace(PROMPTS, turn=100), replace(ANSWERS, turn=100)), start=3.0, mixed=True),
+    "mixed, at once": Case(kinds=(SHORT, PROMPTS, EVEN, ANSWERS), start=4.0, drawn=True, mixed=None),
 }
 
 
-def workload(case: Case, seed: int) -> Workload:
-    """The requests of a seed; a gap is one on average, times what the kinds' paces make of it."""
-    made = [
-        make(WorkloadSpec(seed=seed + number, requests=REQUESTS, prompt_tokens=k.prompt_tokens, output_tokens=k.output_tokens))
-        for number, k in enumerate(case.kinds)
-    ]
+def workload(case: Case, seed: str, requests: int) -> list[PlannedRequest]:
+    """So many requests; a gap is one on average, times what the kinds' paces make of it. A seed's begin alike, however many."""
     rng = random.Random(seed)
-    requests: list[PlannedRequest] = []
+    sent: list[PlannedRequest] = []
     turn = 0
-    while len(requests) < REQUESTS:
-        which = rng.randrange(len(case.kinds)) if case.drawn else turn % len(case.kinds)
-        kind, turn = case.kinds[which], turn + 1
-        for _ in range(kind.turn):
-            each = made[which].requests[len(requests) % REQUESTS]
-            gap = made[0].requests[len(requests) % REQUESTS].gap / kind.pace
-            requests.append(replace(each, gap=gap))
-            if len(requests) == REQUESTS:
-                break
-    return replace(made[0], requests=tuple(requests))
+    while len(sent) < requests:
+        kind = case.kinds[rng.randrange(len(case.kinds)) if case.drawn else turn % len(case.kinds)]
+        turn += 1
+        for _ in range(min(kind.turn, requests - len(sent))):
+            # Prompts share nothing and only their lengths count.
+            prompt = (0,) * rng.randint(*kind.prompt_tokens)
+            sent.append(PlannedRequest(rng.expovariate(kind.pace), prompt, rng.randint(*kind.output_tokens)))
+    return sent
+
+
+def attainment(world: World, case: Case, arm: str, rate_per_s: float, seed: str) -> float:
+    """The share of a rate's requests that meet the objective; those of each probe's first `WARM_UP_S` are not judged."""
+    judged: list[Times] = []
+    for order in range(ORDERS):
+        sent = workload(case, f"{seed}/{order}", math.ceil(PROBE_S * rate_per_s))
+        judged += world.send(sent, arm, rate_per_s)[math.ceil(WARM_UP_S * rate_per_s) :]
+    return sum(each.against(OBJECTIVE) <= 1.0 for each in judged) / len(judged)
+
+
+def search(attained: Callable[[int], float]) -> dict[int, float]:
+    """What is attained at the steps of the ladder around the level: in strides until it is crossed, then by halves, and one step
+    more on either side.
+
+    Raises:
+        RuntimeError: it is not crossed within `FURTHEST` steps.
+    """
+    found: dict[int, float] = {}
+
+    def holds(step: int) -> bool:
+        if step not in found:
+            if abs(step) > FURTHEST:
+                raise RuntimeError(f"{FURTHEST} steps from the first rate the attainment has not crossed {LEVEL}")
+            found[step] = attained(step)
+        return found[step] >= LEVEL
+
+    high = low = 0
+    if holds(0):
+        while holds(high):
+            low, high = high, high + STRIDE
+    else:
+        while not holds(low):
+            low, high = low - STRIDE, low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    # Chance may have a rate attain less than a higher one: the ends lie on their sides of the level all the same.
+    low, high = low - 1, high + 1
+    while not holds(low):
+        low -= 1
+    while holds(high):
+        high += 1
+    return dict(sorted(found.items()))
 
 
 def run_arm(name: str, arm: str, seed: int) -> dict[str, Any]:
-    """One arm's goodput on one seed, `rate_per_s` None with its `why` where the rates miss it."""
-    return run_virtual(_run_arm(name, arm, seed), TURN_S)
-
-
-async def _run_arm(name: str, arm: str, seed: int) -> dict[str, Any]:
+    """One arm's goodput on one seed, and the attainment of each rate that was probed."""
     case = CASES[name]
     errors = dict(zip(FIXED, ERRORS[seed % len(ERRORS)], strict=True))
-    auto = AutoPath({path: scaled(times, errors[path]) for path, times in calibrated().items()}, AutoSettings(decisions=1 << 16))
+    auto = AutoPath({path: scaled(times, errors[path]) for path, times in calibrated().items()}, AutoSettings(decisions=1 << 18))
     phases = random.Random(f"{seed}/drift")
     drifts = {
         role: Drift(swing=SWING, period_s=period_s, phase=phases.random())
         for role, period_s in zip(ROLES, PERIODS_S, strict=True)
     }
-    sent = workload(case, seed)
-    rates, attained = [], []
-    async with RoutedClient(drifts, auto, Objective(ttft_s=SLO.ttft_s, tpot_s=SLO.tpot_s), f"{name}/{seed}") as client:
-        for step in range(MAX_RATES):
-            rate = case.start * RATE_STEP**step
-            probe = await run_probe(
-                client,
-                sent.salted(f"{step}"),
-                path=arm,
-                rate_per_s=rate,
-                deadline_s=DEADLINE_S,
-                now=client.now,
-                warm_up=WARM_UP,
-            )
-            rates.append(rate)
-            attained.append(probe.attainment(SLO))
-            if attained[-1] < DONE_BELOW:
-                break
-    found = knee(rates, attained, requests=REQUESTS - WARM_UP)
+    world = World(drifts, auto, OBJECTIVE, f"{name}/{seed}")
+    found = search(lambda step: attainment(world, case, arm, _rate(case, step), f"{name}/{seed}"))
+    rates = [_rate(case, step) for step in found]
+    requests = math.floor(ORDERS * (PROBE_S - WARM_UP_S) * min(rates))
     return {
-        "rate_per_s": found.rate_per_s,
-        "why": found.why,
-        "attained": [round(each, 3) for each in attained],
+        "rate_per_s": knee(rates, list(found.values()), LEVEL, requests).rate_per_s,
+        "probes": {f"{rate:.4g}": round(each, 4) for rate, each in zip(rates, found.values(), strict=True)},
         "paths": dict(Counter(decision.path for decision in auto.log)),
         "explored": sum(decision.why == EXPLORED for decision in auto.log),
     }
+
+
+def _rate(case: Case, step: int) -> float:
+    return case.start * RATE_STEP**step
 
 
 def measure(seeds: int, tuning_seeds: int, names: list[str], processes: int = 1) -> dict[str, Any]:
@@ -149,12 +175,15 @@ def measure(seeds: int, tuning_seeds: int, names: list[str], processes: int = 1)
         rows.append(_row(name, {key[1:]: value for key, value in found.items() if key[0] == name}, seeds, tuning_seeds))
     return {
         "kind": "auto bench",
-        "slo": asdict(SLO),
-        "requests": REQUESTS,
-        "warm_up": WARM_UP,
+        "slo": asdict(OBJECTIVE),
+        "probe_s": PROBE_S,
+        "warm_up_s": WARM_UP_S,
+        "orders": ORDERS,
+        "rate_step": RATE_STEP,
         "explore_share": AutoSettings().explore_share,
         "errors": ERRORS,
         "swing": SWING,
+        "periods_s": PERIODS_S,
         "seeds": seeds,
         "tuning_seeds": tuning_seeds,
         "rows": rows,
@@ -165,23 +194,28 @@ def _jobs(seeds: int, tuning_seeds: int, names: list[str]) -> Iterator[tuple[str
     for name in names:
         for seed in range(tuning_seeds):
             for arm in FIXED:
-                yield name, arm, TUNING_SEEDS_FROM + 100 * seed
+                yield name, arm, _tuning_seed(seed)
         for seed in range(seeds):
             for arm in (*FIXED, AUTO):
                 yield name, arm, _seed(seed)
 
 
 def _seed(number: int) -> int:
-    """Apart by more than a case has kinds, and every remainder by the number of errors."""
-    return 101 * (number + 1)
+    """Those that are judged, and were seen by nobody before; numbers in a row have every pair of errors."""
+    return JUDGED_SEEDS_FROM + number
+
+
+def _tuning_seed(number: int) -> int:
+    return TUNING_SEEDS_FROM + number
 
 
 def _row(name: str, found: dict[tuple[str, int], dict[str, Any]], seeds: int, tuning_seeds: int) -> dict[str, Any]:
     def goodput(arm: str, seed: int) -> float | None:
+        """None where attainment does not fall: one step holds all and the next none."""
         rate: float | None = found[arm, seed]["rate_per_s"]
         return rate
 
-    tuned = {arm: [goodput(arm, TUNING_SEEDS_FROM + 100 * n) or 0.0 for n in range(tuning_seeds)] for arm in FIXED}
+    tuned = {arm: [goodput(arm, _tuning_seed(n)) or 0.0 for n in range(tuning_seeds)] for arm in FIXED}
     better = max(FIXED, key=lambda arm: statistics.fmean(tuned[arm]))
     used = [_seed(number) for number in range(seeds)]
     ratios = {}

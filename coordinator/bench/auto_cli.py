@@ -11,8 +11,8 @@ import typer
 
 
 def auto(
-    seeds: Annotated[int, typer.Option(min=2, help="Seeds that are judged.")] = 8,
-    tuning_seeds: Annotated[int, typer.Option(min=1, help="Others, on which the better fixed path is chosen.")] = 3,
+    seeds: Annotated[int, typer.Option(min=2, help="Seeds that are judged.")] = 16,
+    tuning_seeds: Annotated[int, typer.Option(min=1, help="Others, on which the better fixed path is chosen.")] = 4,
     workload: Annotated[list[str] | None, typer.Option(help="Only this one; repeatable.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="To run in.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record.")] = None,

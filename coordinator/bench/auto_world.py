@@ -1,34 +1,30 @@
 """Two simulated engines in virtual time behind the real routing: every request by split, colocated or `auto`.
 
-The engines are those of `splitpoint compare proof --engine`, with other costs. One carries the label prefill, the other decode; a
-colocated request takes the less loaded of both, as where there is no pool of colocated workers. Routes, loads and decisions are
-those of a gateway.
+The engines are those of `splitpoint compare proof --engine`, with other costs and without tokens' contents. One carries the label
+prefill, the other decode; a colocated request takes the less loaded of both, as where there is no pool of colocated workers.
+Routes, loads and decisions are those of a gateway.
 """
 
 from __future__ import annotations
 
-import asyncio
+import heapq
 import itertools
-import math
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import cast
 
-from coordinator.compare.load import Piece
+from coordinator.bench.auto_engine import Drift, StepEngine
+from coordinator.bench.auto_engine import Sequence as EngineSequence
 from coordinator.compare.proof import engine_arms as arms
 from coordinator.compare.workload import PlannedRequest
 from coordinator.routing.auto import AUTO, COLOCATED, SPLIT, AutoPath, Decision, Objective, StepTimes, Times
 from coordinator.routing.config import RoutingSettings
-from coordinator.routing.goals import PairRoute, Refusal, SoloRoute, first_goals
+from coordinator.routing.goals import PairRoute, Refusal, first_goals
 from coordinator.routing.path_choice import PathChooser
+from coordinator.routing.phases import Answer
 from coordinator.routing.router import Router
 from coordinator.routing.views import Role, WorkerState, WorkerView
-from engine.config import EngineSettings
-from engine.protocol import EngineOutput, EngineRequest
-from engine.sampling import SamplingParams
+from engine.config import SimulatedSettings
 from protos.ids import Incarnation, WorkerId
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -70,132 +66,163 @@ def scaled(times: StepTimes, factor: float) -> StepTimes:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """One engine's: all its times swing by `swing` to either side, as a logarithm, once in `period_s`."""
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One under way. `leg` is the book's name of what is computed for it now."""
 
-    swing: float
-    period_s: float
-    phase: float
-
-    def at(self, now_s: float) -> float:
-        """The factor on durations."""
-        return math.exp(self.swing * math.sin(2 * math.pi * (now_s / self.period_s + self.phase)))
-
-
-class DriftingClock:
-    """The time of one engine (`engine.simulated.Clock`): every step varies, and drifts."""
-
-    def __init__(self, drift: Drift, seed: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._began_s = self._loop.time()
-        self._drift, self._random = drift, random.Random(seed)
-
-    def now(self) -> float:
-        return self._loop.time()
-
-    async def sleep(self, seconds: float) -> None:
-        factor = self._drift.at(self._loop.time() - self._began_s) * math.exp(arms.JITTER * self._random.gauss(0, 1))
-        await asyncio.sleep(seconds * factor)
+    name: str
+    planned: PlannedRequest
+    due_s: float
+    decision: Decision | None = None
+    leg: str = ""
+    answer: Answer | None = None
+    charges: dict[Incarnation, int] | None = None
+    decode: Incarnation | None = None
+    first_s: float = 0.0
+    tokens: int = 0
+    times: Times | None = None
 
 
-class RoutedClient:
-    """`coordinator.compare.load.Client` over both engines, an async context manager; `path` is split, colocated or auto."""
+class World:
+    """Both engines and one gateway. Time goes on from one `send` to the next, and so does what `auto` has learned."""
 
     def __init__(self, drifts: Mapping[Role, Drift], auto: AutoPath, objective: Objective, seed: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        clocks = [DriftingClock(drifts[role], f"{seed}/{role}") for role in ROLES]
-        self._pair = arms.Split(clocks, speed=LINK_SPEED, chunk_tokens=CHUNK_TOKENS, settings=_settings())
         router = Router(RoutingSettings(), random.Random(f"{seed}/router"), transports=("grpc",))
         router.update([_view(role) for role in ROLES])
         self.chooser = PathChooser(router, auto)
-        self._engines = {_view(role).incarnation: engine for role, engine in zip(ROLES, self._pair.engines, strict=True)}
+        self.now_s = 0.0
         self._objective, self._seed = objective, seed
+        self._engines = {
+            _view(role).incarnation: StepEngine(
+                _costs(),
+                chunk_tokens=CHUNK_TOKENS,
+                max_seqs=arms.engine_settings(1.0, CHUNK_TOKENS).max_num_seqs or 0,
+                drift=drifts[role],
+                rng=random.Random(f"{seed}/{role}"),
+            )
+            for role in ROLES
+        }
+        self._link_free_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._under_way: dict[str, _Request] = {}
 
-    async def __aenter__(self) -> RoutedClient:
-        for engine in self._pair.engines:
-            await engine.start()
-        return self
+    def send(self, requests: Sequence[PlannedRequest], path: str, rate_per_s: float) -> list[Times]:
+        """All of them at this rate, by split, colocated or auto, until every answer is there; their times, TTFT from when due."""
+        due_s, sent = self.now_s, []
+        for planned in requests:
+            due_s += planned.gap / rate_per_s
+            request = _Request(f"{self._seed}/{next(self._numbers)}", planned, due_s)
+            sent.append(request)
+            self._at(due_s, lambda request=request: self._arrived(request, path))  # type: ignore[misc]
+        while self._events:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+        assert all(request.times is not None for request in sent)
+        return [request.times for request in sent if request.times is not None]
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        for engine in self._pair.engines:
-            await engine.stop()
+    def _at(self, when_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._numbers), event))
 
-    def now(self) -> float:
-        """The virtual time, seconds."""
-        return self._loop.time()
+    # A request ----------------------------------------------------------------------------------------------------------
 
-    async def ask(self, request: PlannedRequest, path: str, deadline_s: float) -> AsyncIterator[Piece]:
-        """See `coordinator.compare.load.Client`."""
-        began_s, name = self._loop.time(), f"{self._seed}/{next(self._numbers)}"
-        router, prompt_tokens = self.chooser.router, len(request.prompt_token_ids)
-        asked, decision = router.ask(request.prompt_token_ids), None
+    def _arrived(self, request: _Request, path: str) -> None:
+        router, phases, prompt_tokens = self.chooser.router, self.chooser.phases, len(request.planned.prompt_token_ids)
+        output_tokens = request.planned.output_tokens
+        asked = router.ask(request.planned.prompt_token_ids)
         if path == AUTO:
-            decision = self.chooser.decide(name, asked, self._objective, max_tokens=request.output_tokens, now_s=began_s)
-            assert decision is not None
-            path = decision.path
+            request.decision = self.chooser.decide(
+                request.name, asked, self._objective, max_tokens=output_tokens, now_s=self.now_s
+            )
+            assert request.decision is not None
+            path = request.decision.path
         goals = first_goals(path, prompt_tokens=prompt_tokens, transport=None, strict=path == SPLIT)
-        route = router.choose(goals, began_s, asked)
+        route = router.choose(goals, self.now_s, asked)
         assert not isinstance(route, Refusal), route
-        pieces = self._split(name, request, route) if isinstance(route, PairRoute) else self._solo(name, request, route)
-        first_s, tokens = None, 0
-        async with aclosing(pieces):
-            async for piece in pieces:
-                first_s = first_s if first_s is not None else self._loop.time()
-                tokens += piece.new_tokens
-                yield piece
-        if decision is not None and first_s is not None and tokens > 1:
-            self._answered(decision, Times(first_s - began_s, (self._loop.time() - first_s) / (tokens - 1)), request, tokens)
+        request.leg = request.name
+        request.answer = answer = self.chooser.answer(self._objective, max_tokens=output_tokens)
+        if isinstance(route, PairRoute):
+            first, request.decode = route.prefill.incarnation, route.decode.incarnation
+            request.charges = {first: prompt_tokens, request.decode: prompt_tokens + output_tokens}
+            phases.prompt_sent(request.leg, first, prompt_tokens, decodes=False)
+            phases.prepare_sent(f"{request.name}/p", request.decode, answer)
+        else:
+            first = route.worker.incarnation
+            request.charges = {first: prompt_tokens + output_tokens}
+            phases.prompt_sent(request.leg, first, prompt_tokens, decodes=True, answer=answer)
+        for who, tokens in request.charges.items():
+            router.load.charge(who, tokens)
+        self._compute(
+            first, EngineSequence(request.name, prompt_tokens, 1 if request.decode is not None else output_tokens), request
+        )
 
-    def _answered(self, decision: Decision, times: Times, request: PlannedRequest, tokens: int) -> None:
-        self.chooser.answered(decision, times, max_tokens=request.output_tokens, output_tokens=tokens)
+    def _token(self, request: _Request, who: Incarnation) -> None:
+        phases = self.chooser.phases
+        assert request.answer is not None
+        request.tokens += 1
+        request.answer.came(self.now_s, 1)
+        phases.computed(request.leg, self.now_s)
+        if request.tokens == 1:
+            request.first_s = self.now_s
+        last = request.tokens == request.planned.output_tokens
+        if request.tokens == 1 and request.decode is not None and not last:
+            assert request.charges is not None
+            phases.over(request.leg)
+            self.chooser.router.load.discharge(who, request.charges.pop(who))
+            blocks = -(-len(request.planned.prompt_token_ids) // arms.BLOCK_TOKENS)
+            self._link_free_s = max(self._link_free_s, self.now_s) + blocks * arms.LINK_BLOCK_S / LINK_SPEED
+            self._at(self._link_free_s + arms.LINK_LATENCY_S / LINK_SPEED, lambda: self._handed_over(request))
+        if last:
+            self._ended(request)
 
-    async def _solo(self, name: str, request: PlannedRequest, route: SoloRoute) -> AsyncGenerator[Piece, None]:
-        who, prompt_tokens = route.worker.incarnation, len(request.prompt_token_ids)
+    def _handed_over(self, request: _Request) -> None:
+        assert request.decode is not None
+        phases, prompt_tokens = self.chooser.phases, len(request.planned.prompt_token_ids)
+        phases.over(f"{request.name}/p")
+        request.leg = f"{request.name}/d"
+        phases.decode_sent(request.leg, request.decode, request.answer)
+        sequence = EngineSequence(request.name, prompt_tokens + 1, request.planned.output_tokens - 1, computed=prompt_tokens)
+        self._compute(request.decode, sequence, request)
+
+    def _ended(self, request: _Request) -> None:
         phases, load = self.chooser.phases, self.chooser.router.load
-        load.charge(who, prompt_tokens + request.output_tokens)
-        phases.prompt_sent(name, who, prompt_tokens, decodes=True)
-        sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True)
-        wanted = EngineRequest(request_id=name, prompt_token_ids=list(request.prompt_token_ids), sampling=sampling)
-        try:
-            async with aclosing(cast("AsyncGenerator[EngineOutput, None]", self._engines[who].generate(wanted))) as outputs:
-                async for output in outputs:
-                    phases.computed(name, self._loop.time())
-                    yield Piece(len(output.token_ids), output.cached_tokens)
-        finally:
-            phases.over(name)
-            load.discharge(who, prompt_tokens + request.output_tokens)
+        phases.over(request.leg)
+        phases.over(f"{request.name}/p")
+        for who, tokens in (request.charges or {}).items():
+            load.discharge(who, tokens)
+        tpot_s = (self.now_s - request.first_s) / (request.tokens - 1) if request.tokens > 1 else 0.0
+        request.times = Times(request.first_s - request.due_s, tpot_s)
+        if request.decision is not None and request.tokens > 1:
+            self.chooser.answered(
+                request.decision, request.times, max_tokens=request.planned.output_tokens, output_tokens=request.tokens
+            )
 
-    async def _split(self, name: str, request: PlannedRequest, route: PairRoute) -> AsyncGenerator[Piece, None]:
-        prefill, decode = route.prefill.incarnation, route.decode.incarnation
-        prompt_tokens, phases, load = len(request.prompt_token_ids), self.chooser.phases, self.chooser.router.load
-        charges = {prefill: prompt_tokens, decode: prompt_tokens + request.output_tokens}
-        for who, tokens in charges.items():
-            load.charge(who, tokens)
-        phases.prompt_sent(name, prefill, prompt_tokens, decodes=False)
-        phases.prepare_sent(f"{name}/p", decode)
-        try:
-            async with aclosing(self._pair.ask(name, request)) as pieces:
-                async for piece in pieces:
-                    if prefill in charges:
-                        phases.computed(name, self._loop.time())
-                        load.discharge(prefill, charges.pop(prefill))
-                        phases.over(f"{name}/p")
-                        phases.decode_sent(f"{name}/d", decode)
-                    yield piece
-        finally:
-            phases.over(name)
-            phases.over(f"{name}/p")
-            phases.over(f"{name}/d")
-            for who, tokens in charges.items():
-                load.discharge(who, tokens)
+    # The engines --------------------------------------------------------------------------------------------------------
+
+    def _compute(self, who: Incarnation, sequence: EngineSequence, request: _Request) -> None:
+        self._under_way[sequence.name] = request
+        self._engines[who].add(sequence)
+        if not self._engines[who].busy:
+            self._step(who)
+
+    def _step(self, who: Incarnation) -> None:
+        seconds = self._engines[who].begin(self.now_s)
+        if seconds is not None:
+            self._at(self.now_s + seconds, lambda: self._stepped(who))
+
+    def _stepped(self, who: Incarnation) -> None:
+        for sequence in self._engines[who].end():
+            request = self._under_way[sequence.name]
+            if not sequence.left:
+                del self._under_way[sequence.name]
+            self._token(request, who)
+        if not self._engines[who].busy:
+            self._step(who)
 
 
-def _settings() -> EngineSettings:
-    base = arms.engine_settings(1.0, CHUNK_TOKENS)
+def _costs() -> SimulatedSettings:
     costs = {"step_base_s": STEP_BASE_S, "prefill_token_s": PREFILL_TOKEN_S, "decode_sequence_s": DECODE_SEQUENCE_S}
-    return base.model_copy(update={"simulated": base.simulated.model_copy(update=costs)})
+    return arms.engine_settings(1.0, CHUNK_TOKENS).simulated.model_copy(update=costs)
 
 
 def _view(role: Role) -> WorkerView:

@@ -249,10 +249,10 @@ def _engine_json(engine: Mapping[str, Any]) -> str:
 
 
 def pool_status(
-    target: PoolTarget, engine: Mapping[str, Any], views: Sequence[WorkerView], failures: int, detail: str, *, updated: int = 0
+    target: PoolTarget, engine: Mapping[str, Any], views: Sequence[WorkerView], failures: int, detail: str
 ) -> admin_pb2.PoolStatus:
     """One pool's target beside what it has; `engine` are its own arguments, `failures` starts failed in a row, the last for
-    the reason `detail`; `updated` workers have these arguments."""
+    the reason `detail`."""
     states = [view.state for view in views if view.pool == target.name]
     return admin_pb2.PoolStatus(
         name=target.name,
@@ -264,7 +264,6 @@ def pool_status(
         failures=failures,
         detail=detail if failures else "",
         engine_json=_engine_json(engine),
-        updated=updated,
     )
 
 
