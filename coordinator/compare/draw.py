@@ -100,7 +100,14 @@ def lengths(spec: Lengths, generator: np.random.Generator, count: int) -> tuple[
 
 
 def gaps(spec: Arrivals, generator: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
-    """`count` gaps before a request each, of mean 1 in expectation."""
+    """`count` gaps before a request each, scaled to a mean of exactly 1: a sequence of unit rate, so that what is offered is what
+    was asked for. Unscaled, 1,000 Poisson arrivals come 3 % too fast or too slow, a different error for every seed."""
+    drawn = _drawn(spec, generator, count)
+    return drawn / float(drawn.mean())
+
+
+def _drawn(spec: Arrivals, generator: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
+    """Of mean 1 in expectation, and never all 0."""
     if isinstance(spec, Even):
         return np.ones(count)
     if isinstance(spec, Poisson):
@@ -109,6 +116,8 @@ def gaps(spec: Arrivals, generator: np.random.Generator, count: int) -> npt.NDAr
         shape = 1.0 / spec.cv**2
         return generator.gamma(shape, 1.0 / shape, count)
     begins = generator.random(count) < 1.0 / spec.size
+    # A sequence of one unfinished group would have no time between groups to scale.
+    begins[0] = True
     between = spec.size - (spec.size - 1.0) * spec.within
     return np.where(begins, generator.exponential(between, count), spec.within)
 

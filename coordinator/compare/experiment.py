@@ -87,6 +87,9 @@ class Experiment(BaseModel):
     edge_e2es: float = Field(
         1.3, ge=0, le=5, description="So many unloaded request times at both ends of a probe are not judged."
     )
+    load_spans: float = Field(
+        3.0, ge=0, le=20, description="A probe lasts so many times as long as the objective allows its requests on average."
+    )
     rates: int = Field(4, ge=2, le=9, description="Rates around the knees, the same for every arm.")
     spread: float = Field(1.25, gt=1, le=3, description="The outer rates lie this factor beyond the lowest and highest knee.")
     looks: tuple[int, ...] = Field((5,), min_length=1, description="Rising numbers of seeds at which it is judged.")
@@ -149,14 +152,29 @@ class Experiment(BaseModel):
         return self.model_dump(mode="json")
 
 
+NOT_COMPARED = frozenset({"workload", "first_seed", "parity_requests", "quality"})
+"""Of two plans of one experiment: the workload by its content, the others may differ."""
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The fields in which a recorded plan is another than this one, each in words."""
+    found = []
+    for name in sorted((set(before) | set(now)) - NOT_COMPARED):
+        if name not in before:
+            found.append(f"{name} was not known when it was made")
+        elif name not in now:
+            found.append(f"{name} is no longer known")
+        elif before[name] != now[name]:
+            found.append(f"{name} differs" if isinstance(now[name], dict) else f"{name} was {before[name]}, is {now[name]}")
+    return found
+
+
 def digest(experiment: Mapping[str, Any], source: Mapping[str, Any], file_sha256: str = "") -> str:
     """SHA-256 of what runs of one experiment have in common. First seeds, and what is checked beside speed, may differ.
 
     `file_sha256` is of the trace or prompts that the workload's `source` names, "" where it names none.
     """
-    kept = {
-        key: value for key, value in experiment.items() if key not in ("workload", "first_seed", "parity_requests", "quality")
-    }
+    kept = {key: value for key, value in experiment.items() if key not in NOT_COMPARED}
     found = [kept, source, *([file_sha256] if file_sha256 else [])]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 

@@ -145,10 +145,15 @@ def inspect(probes: Sequence[Probe], workloads: Sequence[Workload], arms: Sequen
         outcomes = [outcome for probe in calm for outcome in probe.outcomes]
         found.append(lossy(path, sum(bool(outcome.failure) for outcome in outcomes), len(outcomes)))
         answered = [(probe, outcome) for probe in own for outcome in probe.outcomes if not outcome.failure]
-        asked = sum(len(sent[probe.seed].requests[outcome.index].prompt_token_ids) for probe, outcome in answered)
+        asked = sum(_asked_tokens(sent[probe.seed], outcome.index) for probe, outcome in answered)
         found.append(carried_over(path, sum(outcome.cached_tokens for _, outcome in answered), asked, shared))
         found.append(stalls(path, [_gaps(probe) for probe in own]))
     return [fault for fault in found if fault is not None]
+
+
+def _asked_tokens(workload: Workload, index: int) -> int:
+    """Of a prompt; a probe may have sent the workload several times on end."""
+    return len(workload.requests[index % len(workload.requests)].prompt_token_ids)
 
 
 def _gaps(probe: Probe) -> tuple[Floats, Floats]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.compare.experiment import Experiment
+from coordinator.compare.experiment import Candidate, Experiment
 from coordinator.compare.faults import LATE_CLIENT, Fault, inspect, mistuned, second_halves
 from coordinator.compare.goodput import bounded_ratios, floor, gains, ratios
 from coordinator.compare.load import Probe
@@ -22,6 +22,8 @@ from coordinator.compare.verdict import Judgement, Verdict, among, judge_at_look
 from coordinator.compare.workload import Workload, lengths
 
 RECOMPUTED_SHARE = 0.005
+TUNED_OVER = ("max_num_batched_tokens", "max_num_seqs")
+"""Engine arguments that the best configuration of either path may depend on."""
 
 
 def refresh(record: Record, experiment: Experiment, sent: Sequence[Workload], *, more_notes: Sequence[str] = ()) -> None:
@@ -38,6 +40,7 @@ def refresh(record: Record, experiment: Experiment, sent: Sequence[Workload], *,
     if not settled(record.verdicts):
         notes += to_settle(record.knees, record.probes, names)
     notes += parity_notes(record.parity) + _recomputed(record)
+    notes += _untuned(record, experiment)
     if any(len(arm.tried) > 1 for arm in record.arms):
         notes.append("the unloaded figures, and with them the objective, are of each arm's first candidate")
     record.notes = [*notes, *(fault.text for fault in record.faults), *more_notes]
@@ -105,6 +108,27 @@ def engine_arguments(manifest: dict[str, Any], pools: Sequence[str]) -> dict[str
     settings = manifest.get("settings", {})
     common, known = settings.get("engine", {}), settings.get("pools", {})
     return {name: {**common, **known[name].get("engine", {})} for name in pools or known if name in known}
+
+
+def _untuned(record: Record, experiment: Experiment) -> list[str]:
+    """What every candidate of an arm has alike, as far as the plan and the manifest tell: another value may be better."""
+    found = []
+    for name, arm in experiment.arms.items():
+        engines = [_engines(record.manifest, candidate) for candidate in arm.candidates.values()]
+        for option in TUNED_OVER:
+            values = {tuple(engine.get(option) for engine in own) for own in engines}
+            (value, *others) = {value for each in values for value in each} or {None}
+            if value is not None and not others:
+                found.append(f"{name} was not tuned over {option}: every candidate has {value}")
+    return found
+
+
+def _engines(manifest: dict[str, Any], candidate: Candidate) -> list[dict[str, Any]]:
+    """The arguments of a candidate's engines, pool by pool."""
+    if not candidate.apply:
+        return list(engine_arguments(manifest, candidate.pools).values())
+    common = manifest.get("settings", {}).get("engine", {})
+    return [{**common, **pool.get("engine", {})} for pool in candidate.apply.values()]
 
 
 def settled(verdicts: dict[str, Judgement]) -> bool:

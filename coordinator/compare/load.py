@@ -112,6 +112,10 @@ class Slo:
     itl_p99_s: float | None = None
     ttft_s_per_token: float = 0.0
 
+    def allows_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """How long a request may take that just meets it, seconds."""
+        return self.ttft_s + self.ttft_s_per_token * prompt_tokens + self.tpot_s * (output_tokens - 1)
+
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:

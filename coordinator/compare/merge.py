@@ -113,6 +113,8 @@ def _same(records: Sequence[Record]) -> None:
         ("experiments", lambda record: record.experiment_digest),
         ("rates", lambda record: record.rates_per_s if record.experiment else None),
         ("configurations", lambda record: [(each.name, each.candidate) for each in record.arms]),
+        # A trace's gaps were always scaled.
+        ("scales of drawn gaps", lambda record: record.unit_gaps or record.source.get("kind") == "trace"),
         ("margins", lambda record: record.judgement.margin),
         ("schema versions", lambda record: record.schema_version),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 from coordinator.compare.blocks import Turn
@@ -15,6 +16,8 @@ from coordinator.compare.workload import TUNING_SEEDS_FROM, Workload
 
 TUNING = -1
 """In place of a probe's place in the record: it is in none."""
+MOST_REPEATS = 8
+"""A sequence is sent so often on end at most; what is still too short says so."""
 VOID_RETRIES = 1
 """A probe whose client fell behind is sent again, in its place, this often."""
 
@@ -22,7 +25,8 @@ VOID_RETRIES = 1
 class Prober:
     """Sends probes for one run. `arm_of` gives an arm as it is configured at the time; `record` the record, once there is one.
 
-    `short` says what a probe would need for its ends to be left out whole, "" while every probe has it.
+    `short` says what a probe would need for its ends to be left out whole, `brief` for its load to build up; "" while every probe
+    has it.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Prober:
         self._applied = ""
         self._count = 0
         self.short = ""
+        self.brief = ""
 
     async def send(self, turn: Turn, text: str, *, share: float, left_s: float | None, index: int = TUNING) -> list[Probe]:
         """The probe, and where it is void the one that was sent again in its place; `index` is its place in the record.
@@ -91,7 +96,8 @@ class Prober:
         if experiment.reset_caches:
             await tools.rig.reset_caches()
         self._count += 1
-        workload = self._workloads(turn.seed, experiment.requests).salted(f"{tools.salt}/{self._count}")
+        workload = self._workloads(turn.seed, experiment.requests)
+        workload = workload.repeated(self.repeats(workload, turn.rate_per_s)).salted(f"{tools.salt}/{self._count}")
         done = 0
 
         def on_done() -> None:
@@ -119,6 +125,19 @@ class Prober:
             # Nothing was measured: the system is gone, or was never there.
             raise ComparisonError(f"{text}: every request failed: {probe.outcomes[0].failure}")
         return probe
+
+    def repeats(self, workload: Workload, rate_per_s: float) -> int:
+        """How often the sequence is sent on end, so that the probe lasts long enough for its load to build up.
+
+        With requests that may take as long as the probe itself, a rate far above what the arm can carry still attains: the queue
+        is not there yet when the last one is sent.
+        """
+        slo = self._record().slo
+        allowed_s = statistics.fmean(slo.allows_s(len(each.prompt_token_ids), each.output_tokens) for each in workload.requests)
+        wanted = max(1, math.ceil(self._experiment.load_spans * allowed_s * rate_per_s / len(workload.requests)))
+        if wanted > MOST_REPEATS:
+            self.brief = f"{wanted * len(workload.requests)} requests a probe at {rate_per_s:.3g}/s"
+        return min(wanted, MOST_REPEATS)
 
     def _edge(self, workload: Workload, rate_per_s: float) -> int:
         """How many requests at either end of a probe are not judged: those that find the system filling or emptying."""

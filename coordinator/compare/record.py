@@ -27,7 +27,8 @@ SCHEMA_VERSION = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningStep:
     """One probe of the search for a candidate's knee, on a tuning seed. `chosen`: of the candidate that is compared; `void`: why
-    it tells nothing but that higher rates cannot be sent, "" when it counts."""
+    it tells nothing but that higher rates cannot be sent, "" when it counts; `requests`: that were sent, 0 where it was not
+    kept."""
 
     candidate: str
     seed: int
@@ -35,6 +36,7 @@ class TuningStep:
     attainment: float
     chosen: bool = False
     void: str = ""
+    requests: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +63,8 @@ class Record:
     arm that were found. `lengths` holds mean, p50, p95 and extremes of `input` and `output` over all seeds; `source` the
     specification that the workloads were made from, empty for the built-in one. `knees` holds, per seed, each arm's goodput or
     why there is none. `manifest` is the system's own, empty when it was not to be had. `client_nice` is the load client's
-    niceness, `client_realtime` whether it ran before every ordinary process, and so before the system under test.
+    niceness, `client_realtime` whether it ran before every ordinary process, and so before the system under test. `unit_gaps`:
+    drawn gaps were scaled to the offered rate; those of older records were so in expectation only.
 
     Of a full comparison: `experiment` is the plan as it was read and `experiment_digest` what runs of it have in common; `arms`
     are the baseline and the others; `verdicts` is the judgement of each challenger, of which `judgement` is the first's.
@@ -91,6 +94,7 @@ class Record:
     manifest: dict[str, Any] = field(default_factory=dict)
     client_nice: int = 0
     client_realtime: bool = False
+    unit_gaps: bool = False
     notes: list[str] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
     experiment: dict[str, Any] = field(default_factory=dict)

@@ -146,6 +146,7 @@ async def compare_paths(
     notes += [fault.text for fault in faults]
     return Record(
         kind="quick",
+        unit_gaps=True,
         target=target,
         model=model,
         started_at=started_at,

@@ -160,15 +160,25 @@ def _calibrated(file: Path, serve: Path, sets: list[str], state_dir: Path, mater
 
 
 def _before(path: Path, plan: Experiment, material: Material) -> Record | None:
-    """The record to go on from. Raises `RecordError` where the file is of another experiment."""
-    from coordinator.compare.experiment import digest
+    """The record to go on from. Raises `RecordError` where the file is of another experiment, or of sequences that are made
+    differently now."""
+    from coordinator.compare.experiment import differing, digest
     from coordinator.compare.read import RecordError, load
 
     if not path.exists():
         return None
     found = load(path)
     if found.experiment_digest != digest(plan.as_dict(), material.source.model_dump(mode="json"), material.file_sha256):
-        raise RecordError(f"{path}: of another experiment; name another --record, or give the plan and workload it was made with")
+        what = "; ".join(differing(found.experiment, plan.as_dict())) or "its workload differs"
+        raise RecordError(
+            f"{path}: of another experiment ({what}); name another --record, or give the plan and workload it was made with"
+        )
+    for seed, sent in found.workload_digests.items():
+        if sent != material.shapes(int(seed), plan.requests).digest:
+            raise RecordError(
+                f"{path}: seed {seed} was sent another sequence than this version makes (drawn gaps are scaled to the offered "
+                "rate now); name another --record"
+            )
     return found
 
 

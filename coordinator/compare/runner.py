@@ -134,6 +134,7 @@ class _Run:
         unloaded = [summarise(name, found.outcomes[name], found.slo) for name in names]
         return Record(
             kind="full",
+            unit_gaps=True,
             target=target,
             model=model,
             started_at=utc_now(),
@@ -216,7 +217,16 @@ class _Run:
             text = f"tuning {arm.name}, {arm.candidate}, {rate:.3g} requests/s, step {number + 1}"
             probe = (await self._prober.send(Turn(seed, rate, arm.name, 0), text, share=0.0, left_s=None))[-1]
             attained = probe.attainment(self._whole.slo)
-            steps.append(TuningStep(candidate=arm.candidate, seed=seed, rate_per_s=rate, attainment=attained, void=probe.void))
+            steps.append(
+                TuningStep(
+                    candidate=arm.candidate,
+                    seed=seed,
+                    rate_per_s=rate,
+                    attainment=attained,
+                    void=probe.void,
+                    requests=len(probe.outcomes),
+                )
+            )
             if probe.void:
                 ceiling = rate
             else:
@@ -342,8 +352,10 @@ class _Run:
         return max(probe.ended_s for probe in own) - min(probe.began_s for probe in own)
 
     def _expected_seed_s(self) -> float:
-        probes = 2 * len(self._names)
-        return sum(probes * (self._experiment.requests / rate + TAIL_S) for rate in self._whole.rates_per_s)
+        probes, requests = 2 * len(self._names), self._experiment.requests
+        sent = self._workloads(TUNING_SEEDS_FROM, requests)
+        rates = self._whole.rates_per_s
+        return sum(probes * (self._prober.repeats(sent, rate) * requests / rate + TAIL_S) for rate in rates)
 
     def _judge(self) -> None:
         record = self._whole
@@ -355,6 +367,8 @@ class _Run:
                 more.append(
                     f"the ends of probes are judged too, where the system fills and empties: it takes {self._prober.short}"
                 )
+            if self._prober.brief:
+                more.append(f"probes end before their load has built up: it takes {self._prober.brief}")
             judged.refresh(record, self._experiment, sent, more_notes=more)
 
     def _save(self) -> None:

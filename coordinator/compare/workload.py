@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.compare.draw import percentile_row
+from coordinator.compare.draw import Poisson, gaps, percentile_row
 
 SALT_TOKENS = 4
 """At the head of a prompt: a prefix cache finds nothing behind a first block that differs."""
@@ -50,7 +50,8 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """`gap`: time since the request before, at one request a second on average. Requests of one `group` are salted alike."""
+    """`gap`: time since the request before, at one request a second: a workload's mean is 1. Requests of one `group` are salted
+    alike."""
 
     gap: float
     prompt_token_ids: tuple[int, ...]
@@ -82,6 +83,15 @@ class Workload:
             raise ValueError("rate_per_s must be positive")
         return tuple(itertools.accumulate(request.gap / rate_per_s for request in self.requests))
 
+    def repeated(self, times: int) -> Workload:
+        """The sequence so many times on end. Once salted, a repeat shares no beginning with what it repeats."""
+        again = (
+            dataclasses.replace(request, group=f"{request.group}/{number}" if request.group else "")
+            for number in range(1, times)
+            for request in self.requests
+        )
+        return dataclasses.replace(self, requests=(*self.requests, *again))
+
     def salted(self, salt: str) -> Workload:
         """The same lengths and gaps with prompts that begin anew; the same salt gives the same prompts."""
         salted = tuple(self._salt(i, request, salt) for i, request in enumerate(self.requests))
@@ -96,13 +106,13 @@ class Workload:
 
 
 def make(spec: WorkloadSpec) -> Workload:
-    """The workload of a spec: exponential gaps of mean 1, lengths and tokens uniform in their ranges."""
+    """The workload of a spec: Poisson arrivals at unit rate, lengths and tokens uniform in their ranges."""
     generator = np.random.default_rng(spec.seed)
-    gaps = generator.exponential(1.0, spec.requests)
+    waits = gaps(Poisson(kind="poisson"), generator, spec.requests)
     prompts = generator.integers(spec.prompt_tokens[0], spec.prompt_tokens[1], spec.requests, endpoint=True)
     outputs = generator.integers(spec.output_tokens[0], spec.output_tokens[1], spec.requests, endpoint=True)
     requests = []
-    for gap, prompt, output in zip(gaps.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
+    for gap, prompt, output in zip(waits.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
         ids = generator.integers(spec.first_token, spec.end_token, prompt)
         requests.append(PlannedRequest(gap, tuple(ids.tolist()), output))
     return Workload(spec, tuple(requests))

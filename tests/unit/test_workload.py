@@ -35,8 +35,9 @@ def test_lengths_and_tokens_keep_their_ranges() -> None:
 
 
 def test_gaps_have_unit_rate() -> None:
-    gaps = [request.gap for request in make(dataclasses.replace(SPEC, requests=5000)).requests]
-    assert sum(gaps) / len(gaps) == pytest.approx(1.0, abs=0.05)
+    for seed in range(20):
+        gaps = [request.gap for request in make(dataclasses.replace(SPEC, requests=20, seed=seed)).requests]
+        assert sum(gaps) == pytest.approx(20, rel=1e-12), "the offered rate is the one asked for, under every seed"
 
 
 @given(st.floats(0.1, 100))
@@ -55,6 +56,20 @@ def test_salt_changes_heads_and_nothing_else() -> None:
         assert len(after.prompt_token_ids) == len(before.prompt_token_ids)
         assert after.prompt_token_ids[SALT_TOKENS:] == before.prompt_token_ids[SALT_TOKENS:]
         assert after.prompt_token_ids[:SALT_TOKENS] != before.prompt_token_ids[:SALT_TOKENS]
+
+
+def test_a_sequence_on_end_keeps_its_rate_and_shares_nothing_with_itself() -> None:
+    once = make(SPEC)
+    twice = once.repeated(2)
+    assert once.repeated(1) == once
+    assert twice.due_s(2.0)[-1] == pytest.approx(2 * once.due_s(2.0)[-1])
+    assert [len(request.prompt_token_ids) for request in twice.requests[200:]] == [
+        len(request.prompt_token_ids) for request in once.requests
+    ]
+    assert len({request.prompt_token_ids[:SALT_TOKENS] for request in twice.salted("a").requests}) == 400
+    grouped = dataclasses.replace(once, requests=tuple(dataclasses.replace(each, group="g") for each in once.requests))
+    heads = [request.prompt_token_ids[:SALT_TOKENS] for request in grouped.repeated(2).salted("a").requests]
+    assert (len(set(heads[:200])), len(set(heads[200:])), len(set(heads))) == (1, 1, 2), "what shares goes on sharing"
 
 
 def test_no_two_prompts_of_any_probe_share_a_head() -> None:

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -105,7 +103,5 @@ def world(cell: EngineCell, seed: int) -> World:
 
 @functools.lru_cache(maxsize=16)
 def workload(seed: int, requests: int = REQUESTS) -> Workload:
-    """What both arms are sent. Its gaps are one on average, exactly: of so few requests the mean would move the knee most."""
-    made = make(WorkloadSpec(seed=seed, requests=requests, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS))
-    mean = statistics.fmean(request.gap for request in made.requests)
-    return dataclasses.replace(made, requests=tuple(dataclasses.replace(each, gap=each.gap / mean) for each in made.requests))
+    """What both arms are sent."""
+    return make(WorkloadSpec(seed=seed, requests=requests, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS))
