@@ -27,6 +27,8 @@ from coordinator.compare.proof.engine_world import EngineCell, pool_name, worklo
 from coordinator.compare.proof.virtual_time import Hang, VirtualLoop, run_virtual
 from coordinator.compare.verdict import Verdict
 
+COVERED = "in every cell the 99 % interval of the coverage contains 95% (1 of 1 run again, 4 times as large)"
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -193,9 +195,9 @@ class TestCounts:
         assert found.covered is not None
         assert (found.covered.count, found.covered.of) == (1, 3)
         assert found.right is None, "one is equivalent, the other split"
-        console = Console(width=200, record=True, file=io.StringIO())
+        console = Console(width=240, record=True, file=io.StringIO())
         console.print(table([found], 3))
-        assert "chunk 8192: 1.100 (1.090 to 1.110)" in console.export_text()
+        assert "chunk 8192: 1.100 (1.090 to 1.110, error 0.0%)" in console.export_text()
 
     @pytest.mark.parametrize(
         ("truth", "nominal", "real"),
@@ -214,6 +216,76 @@ class TestCounts:
         row = {**self.ROW, "faults": [{"kind": FAULTS[0].fault, "text": "t"}]}
         proof = EngineProof(seed=1, experiments=20, rows={FAULTS[0].name: [row] * 18 + [self.ROW] * 2})
         assert [text for text, held in criteria(proof) if not held] == ["every planted fault is caught and named in at least 95%"]
+
+
+class TestTruth:
+    def test_what_is_not_known_of_it_widens_an_interval_as_independent_errors_do(self) -> None:
+        known, vague = Truth(1.05, 1.05, 1.05, 400, 1.05), Truth(1.05, 1.0, 1.1, 30, 1.05, error=0.03)
+        assert known.within(1.0, 1.06)
+        assert not known.within(0.96, 1.04)
+        assert vague.within(0.96, 1.04)
+        # sqrt(0.04^2 + (1.96 x 0.03)^2) = 0.071 around a mean of 0.
+        assert Truth(1.07, 1.0, 1.1, 30, 1.07, error=0.03).within(math.exp(-0.04), math.exp(0.04))
+        assert not Truth(1.08, 1.0, 1.1, 30, 1.08, error=0.03).within(math.exp(-0.04), math.exp(0.04))
+
+    def test_its_error_is_that_of_the_mean_over_workloads(self) -> None:
+        generator = np.random.default_rng(2)
+        rates = np.array(engine_truth.RATES)
+        ttft = rates[None, :, None] / np.array([3.1, 3.5, 3.9, 4.2])[:, None, None]
+        times = np.stack(
+            [ttft * np.exp(0.2 * generator.standard_normal((4, len(rates), 70))), np.full((4, 10, 70), 0.05)], axis=-1
+        )
+        found = engine_truth.truth(times, times[::-1], 1.0)
+        logs = [
+            math.log((engine_truth.goodput(a[None]) or 0) / (engine_truth.goodput(b[None]) or 0))
+            for a, b in zip(times[::-1], times, strict=True)
+        ]
+        assert found.error == pytest.approx(np.std(logs, ddof=1) / 2)
+
+
+class TestAgain:
+    MISSED: ClassVar[dict[str, Any]] = {**TestCounts.ROW, "low": 1.2, "high": 1.3}
+
+    def proof(self, **more: Any) -> EngineProof:
+        cell = TRUTHS[0].name
+        rows = [self.MISSED] * 6 + [TestCounts.ROW] * 14
+        return EngineProof(
+            seed=1, experiments=20, truths={cell: {"chunk 32": Truth(1.0, 1.0, 1.0, 400, 1.0)}}, rows={cell: rows}, **more
+        )
+
+    def test_a_cell_that_misses_has_to_be_run_again_and_that_counts(self) -> None:
+        first = self.proof()
+        assert first.doubtful == [TRUTHS[0].name]
+        assert first.missing[-1] == "identical, again"
+        assert not dict(criteria(first))[COVERED]
+        part = self.proof(again={TRUTHS[0].name: [TestCounts.ROW] * 79})
+        assert part.missing[-1] == "identical, again"
+        assert not dict(criteria(part))[COVERED]
+        whole = self.proof(again={TRUTHS[0].name: [TestCounts.ROW] * 76 + [self.MISSED] * 4})
+        assert "identical, again" not in whole.missing
+        assert dict(criteria(whole))[COVERED]
+        (found,) = whole.results()
+        assert found.covered is not None
+        assert (found.covered.count, found.covered.of) == (76, 80)
+        assert [each["covered"]["of"] for each in whole.as_dict()["first"]] == [20]
+
+    def test_what_is_wrong_misses_again(self) -> None:
+        proof = self.proof(again={TRUTHS[0].name: [TestCounts.ROW] * 60 + [self.MISSED] * 20})
+        assert not dict(criteria(proof))[COVERED]
+
+    def test_it_is_run_with_seeds_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+
+        def row(name: str, seed: int) -> dict[str, Any]:
+            asked.append(seed)
+            return self.MISSED if seed < engine_record.AGAIN_FIRST_SEED else TestCounts.ROW
+
+        monkeypatch.setattr(engine_record, "row", row)
+        monkeypatch.setattr(engine_record, "_begun", lambda path, experiments, seed: self.proof())
+        found = prove(20, 3, names=["x 1.03", "identical"], told=lambda text, share: None)
+        assert len(set(asked)) == len(asked)
+        assert [len(rows) for rows in found.again.values()] == [80]
+        assert [seed for seed in asked if seed >= engine_record.AGAIN_FIRST_SEED] == asked[-80:]
 
 
 class TestLongRuns:
@@ -237,8 +309,8 @@ def test_the_committed_record_says_what_its_rows_say() -> None:
     record = json.loads((folder / "verdict-proof-engine.json").read_text())
     truths = {cell: {name: Truth(**one) for name, one in own.items()} for cell, own in record["truths"].items()}
     proof = EngineProof(seed=record["seed"], experiments=record["experiments"], truths=truths, rows=record["rows"])
-    assert proof.missing == []
-    assert dict(criteria(proof)) == record["criteria"]
+    assert proof.missing == ["prefill and decode, again"], "the record is older than the rule that asks for it"
+    assert [held for _, held in criteria(proof)] == list(record["criteria"].values())
     failed = [text for text, held in record["criteria"].items() if not held]
     assert failed == ["in every cell the 99 % interval of the coverage contains 95%"]
     covered = {cell["cell"]["name"]: cell["covered"] for cell in record["cells"] if cell["covered"]}

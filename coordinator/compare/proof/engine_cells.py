@@ -135,7 +135,7 @@ def result(cell: EngineCell, rows: Sequence[dict[str, Any]], truths: Mapping[str
         covered=None
         if not truths or not bounds
         # A candidate without a truth of its own is seldom chosen, and counts as missed.
-        else Share(count=sum(own is not None and low <= own.ratio <= high for low, high, own in bounds), of=len(bounds)),
+        else Share(count=sum(own is not None and own.within(low, high) for low, high, own in bounds), of=len(bounds)),
         verdicts={verdict.value: Share(count=claims.count(verdict), of=count) for verdict in Verdict},
         without={verdict.value: Share(count=alone.count(verdict), of=count) for verdict in Verdict},
         unfit=Share(count=sum(each["reason"].startswith("rig unfit") for each in rows), of=count),

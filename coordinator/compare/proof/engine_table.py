@@ -15,7 +15,9 @@ from coordinator.compare.verdict import Verdict
 def show(proof: EngineProof, console: Console) -> None:
     """Print the tables of the cells that are whole, and whether the criteria hold."""
     found = proof.results()
-    console.print(truths(found, proof.experiments))
+    console.print(truths(proof.first_results(), proof.experiments))
+    if second := proof.second_results():
+        console.print(truths(second, second[0].experiments))
     console.print(planted(found))
     for text, held in criteria(proof):
         console.print(f"{'holds' if held else 'FAILS'}: {text}", style="green" if held else "red", markup=False, highlight=False)
@@ -60,7 +62,7 @@ def planted(found: list[Result]) -> Table:
 
 
 def _true(name: str, found: Truth, *, alone: bool) -> str:
-    text = f"{found.ratio:.3f} ({found.low:.3f} to {found.high:.3f})"
+    text = f"{found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}, error {found.error:.1%})"
     return text if alone else f"{name}: {text}"
 
 
