@@ -101,14 +101,16 @@ def apply(
     request = admin_pb2.ApplyPoolsRequest(
         pools=pool_specs(pools), dry_run=dry_run, expected_version=expected_version, max_unavailable=max_unavailable, surge=surge
     )
+    began_s, waited = time.monotonic(), ""
     reply = admin_call.call(admin, "ApplyPools", request)
     if wait and not dry_run:
         _wait(admin, timeout, lambda status: list(status.unsettled), lambda status: status)
+        waited = f", as desired after {time.monotonic() - began_s:.1f} s"
     if as_json:
         print_json(as_dict(reply))
         return
     _print_plan(reply.plan)
-    Console().print(f"version {reply.version}")
+    Console().print(f"version {reply.version}{waited}", highlight=False)
 
 
 @app.command("reset-caches")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from tests.e2e.system import Served, until
 from tests.e2e.test_serve import completion, splitpoint
 
 pytestmark = pytest.mark.timeout(300)
+
+log = logging.getLogger(__name__)
 
 CLIENTS = 4
 PROMPTS = 5
@@ -117,7 +120,8 @@ def test_each_phase_scales_and_workers_change_roles_while_no_request_fails(syste
 
         assert "relabel" in done(system, "pools", "apply", str(file), "--dry-run")
         assert labels(system) == grown
-        done(system, "pools", "apply", str(file), "--wait", "--timeout", "60")
+        said = done(system, "pools", "apply", str(file), "--wait", "--timeout", "60")
+        log.info("relabelled under load: %s", said.splitlines()[-1])
         changed = labels(system)
         assert {i: incarnation for i, (_, incarnation) in changed.items()} == {i: inc for i, (_, inc) in grown.items()}
         assert sorted(pool for pool, _ in changed.values()) == ["both"] + ["decode"] * 3 + ["prefill"] * 2 + ["spare"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,8 +179,26 @@ engine = { kv_cache_bytes = "64MiB" }
         assert "relabel" in done.output
 
     def test_apply_waits_until_nothing_is_unsettled(self, calls: list[Any], tmp_path: Path) -> None:
-        assert self.apply(tmp_path, self.FILE, "--wait").exit_code == 0
+        done = self.apply(tmp_path, self.FILE, "--wait")
+        assert done.exit_code == 0
         assert [call[1] for call in calls] == ["ApplyPools", "GetStatus"]
+        assert re.fullmatch(r"version 8, as desired after \d+\.\d s", done.output.splitlines()[-1])
+
+    @pytest.mark.parametrize(
+        ("options", "share", "surge"),
+        [([], None, False), (["--max-unavailable", "0.5"], 0.5, False), (["--surge"], None, True)],
+    )
+    def test_apply_says_how_workers_are_replaced(
+        self, calls: list[Any], tmp_path: Path, options: list[str], share: float | None, surge: bool
+    ) -> None:
+        assert self.apply(tmp_path, self.FILE, *options).exit_code == 0
+        [(_, _, request, _)] = calls
+        assert (request.max_unavailable if request.HasField("max_unavailable") else None, request.surge) == (share, surge)
+
+    def test_a_share_beyond_the_whole_is_refused_with_its_limit(self, calls: list[Any], tmp_path: Path) -> None:
+        done = self.apply(tmp_path, self.FILE, "--max-unavailable", "2")
+        assert (done.exit_code, calls) == (2, [])
+        assert "--max-unavailable" in done.output
 
     def test_tables_that_are_not_applied_are_named(self, calls: list[Any], tmp_path: Path) -> None:
         done = self.apply(tmp_path, "[engine]\nmax_num_seqs = 4\n" + self.FILE, "--dry-run")
