@@ -116,10 +116,10 @@ def _untuned(record: Record, experiment: Experiment) -> list[str]:
     for name, arm in experiment.arms.items():
         engines = [_engines(record.manifest, candidate) for candidate in arm.candidates.values()]
         for option in TUNED_OVER:
-            values = {tuple(engine.get(option) for engine in own) for own in engines}
-            (value, *others) = {value for each in values for value in each} or {None}
-            if value is not None and not others:
-                found.append(f"{name} was not tuned over {option}: every candidate has {value}")
+            first, *others = {tuple(engine.get(option) for engine in own) for own in engines}
+            if first and None not in first and not others:
+                values = " and ".join(str(value) for value in dict.fromkeys(first))
+                found.append(f"{name} was not tuned over {option}: every candidate has {values}")
     return found
 
 

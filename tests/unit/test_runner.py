@@ -611,11 +611,18 @@ def test_what_no_candidate_varies_is_said(usual: Ran) -> None:
     ]
     standing["c2"]["engine"]["max_num_seqs"] = standing["s3"]["engine"]["max_num_seqs"] = 8
     assert notes(experiment(), standing) == []
-    arms = {
-        name: {"path": name, "candidates": {str(n): {"apply": {"p": {"engine": {"max_num_seqs": n}}}} for n in (4, 8, 16)}}
-        for name in ("colocated", "split")
+    engines = {
+        "colocated": [{"both": {"engine": {"max_num_seqs": n}}} for n in (4, 8, 16)],
+        "split": [
+            {pool: {"engine": {"max_num_batched_tokens": n, "max_num_seqs": seqs}} for pool, seqs in (("p", 4), ("d", 32))}
+            for n in (64, 128, 256)
+        ],
     }
-    assert notes(experiment(arms=arms), {}) == []
+    arms = {
+        name: {"path": name, "candidates": {str(n): {"apply": pools} for n, pools in enumerate(own)}}
+        for name, own in engines.items()
+    }
+    assert notes(experiment(arms=arms), {}) == ["split was not tuned over max_num_seqs: every candidate has 4 and 32"]
 
 
 def test_what_the_first_probe_of_a_block_leaves_behind_is_a_fault_of_method() -> None:

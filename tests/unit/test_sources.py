@@ -94,6 +94,8 @@ class TestDraws:
         for seed in range(20):
             found = draw.gaps(draw.Bursts(kind="bursts", size=1000, within=0.0), np.random.default_rng(seed), 20)
             assert found.mean() == pytest.approx(1.0)
+            wide = draw.gaps(draw.Gamma(kind="gamma", cv=20), np.random.default_rng(seed), 1)
+            assert wide.tolist() == [1.0]
 
     def test_clipping_is_counted(self) -> None:
         spec = draw.LogNormal(kind="lognormal", median=100, sigma=1.0, low=50, high=200)
