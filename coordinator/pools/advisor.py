@@ -182,7 +182,8 @@ class Advisor:
 
     def _remember(self, memory: Memory) -> None:
         self._memory = memory
-        text = _MEMORY.dump_json(memory).decode()
+        # What layouts have come to changes with every look, and begins anew with the next coordinator.
+        text = _MEMORY.dump_json(replace(memory, looked_s=None, forgone={})).decode()
         if text != self._written:
             self._store.put_advisor(text)
             self._written = text

@@ -100,12 +100,13 @@ def advise(
 ) -> tuple[Advice, Memory]:
     """`unsettled` says what is not yet as desired; "" when all is. What is remembered of an advice to change is what is to be
     remembered if it is carried out; see `carried_out`."""
-    situation, memory = _learned(situation, memory)
     counts, looked_s = situation.counts, memory.looked_s
     memory = replace(memory, looked_s=now_s)
     if counts != memory.counts:
         memory = replace(memory, counts=counts, counts_since_s=now_s, forgone={})
     waiting = _waiting(situation, settings, now_s - memory.counts_since_s, unsettled)
+    if not waiting:
+        situation, memory = _learned(situation, memory)
     if memory.pending is not None:
         reason, memory, back = _judge(situation, memory, memory.pending, settings, now_s, unsettled, waiting)
         if back is not None:
@@ -154,9 +155,9 @@ def carried_out(advice: Advice, memory: Memory, settings: AdvisorSettings, now_s
 
 def _learned(situation: Situation, memory: Memory) -> tuple[Situation, Memory]:
     """What workers do while they are busy is known from then on: without it, a phase that has become quick would look as if fewer
-    workers did as well, and one that is late as if more of them would not help."""
+    workers did as well, and one that is late as if more of them would not help. Only of a window in which they were the same."""
     before = {role: replace(phase, known=memory.known.get(role, Known())) for role, phase in situation.phases.items()}
-    known = {role: phase.learned() if not phase.gaps else phase.known for role, phase in before.items()}
+    known = {role: phase.learned() for role, phase in before.items()}
     phases = {role: replace(phase, known=known[role]) for role, phase in before.items()}
     return replace(situation, phases=phases), replace(memory, known=known)
 

@@ -76,8 +76,9 @@ class Autoscaler:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """The last one of each pool."""
-        return tuple(decision for _, decision in self._decisions.values())
+        """Those of the last pass."""
+        names = self._outcome.decisions if self._outcome is not None else ()
+        return tuple(self._decisions[name][1] for name in names if name in self._decisions)
 
     @property
     def limited(self) -> bool:

@@ -254,6 +254,27 @@ def test_an_autoscaled_pool_is_moved_within_its_limits_only(rig: Rig) -> None:
     assert rig.status().reason == "no worker may move"
 
 
+def test_a_pool_that_is_gone_does_not_count_as_limited(rig: Rig) -> None:
+    rig.autoscale("prefill", max_replicas=4, target_queued_tokens=20_000, budget=4)
+    rig.look()
+    assert rig.scaling.autoscaler.limited
+    pools = dict(rig.pools.present.settings.pools)
+    pools["other"] = pools.pop("prefill")
+    rig.pools.apply(pools)
+    rig.look()
+    assert not rig.scaling.autoscaler.limited
+    assert rig.scaling.autoscaler.decisions == ()
+
+
+def test_a_look_that_changes_nothing_writes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.look(late=0, quick=40)
+    written: list[str] = []
+    monkeypatch.setattr(rig.store, "put_advisor", written.append)
+    for _ in range(5):
+        rig.look(late=0, quick=0, came=0)
+    assert written == []
+
+
 # Configuration and metrics ---------------------------------------------------------------------------------------------------
 
 
