@@ -274,8 +274,12 @@ class _Run:
             rate = bracket.further_rate(rates, missed(probes, seed, record.slo, self._names))
             if rate is None:
                 break
+            turns = schedule(order, [seed], [rate])
+            # Far below the planned rates a probe may take longer than all others together.
+            if self._out_of_time(f"a further rate of seed {seed}", len(turns) * (experiment.requests / rate + TAIL_S)):
+                break
             rates.append(rate)
-            await take(schedule(order, [seed], [rate]), further=True)
+            await take(turns, further=True)
         # All at once: a seed that was cut short leaves nothing.
         record.probes += probes
         sent = self._workloads(seed, experiment.requests)

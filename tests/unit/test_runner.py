@@ -345,6 +345,14 @@ def test_a_seed_whose_knees_lie_beyond_the_rates_is_measured_at_further_ones(mon
     assert record.rates_per_s == [14.0, 18.2, 23.7, 30.8]
 
 
+def test_a_further_rate_is_tried_only_while_there_is_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bracket, "further_rate", lambda rates, whys: 1e-6)
+    record = measure(experiment(looks=[3], requests=40, rates=2), budget_s=1e6).record
+    assert len(record.knees) >= 3, "seeds are kept"
+    assert {probe.rate_per_s for probe in record.probes} == set(record.rates_per_s)
+    assert any(note.startswith("out of time before a further rate of seed 1: ") for note in record.notes)
+
+
 def test_a_further_rate_lies_where_a_knee_was_missed() -> None:
     below, above = "below the lowest rate tried (2/s)", "above the highest rate tried (4/s)"
     assert bracket.further_rate([2.0, 4.0], ["", ""]) is None
