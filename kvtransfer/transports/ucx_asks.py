@@ -204,7 +204,7 @@ class Asks:
         self._watched: list[Callable[[], bool]] = []
         self._spin_until = 0.0
         self._looked_at = 0.0
-        core.guest = self
+        core.invite(self)
 
     @property
     def served(self) -> bool:

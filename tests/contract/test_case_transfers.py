@@ -306,7 +306,7 @@ async def test_a_node_that_cannot_listen_does_not_start() -> None:
 async def test_a_ucx_that_does_not_open_does_not_start() -> None:
     ucx = pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
     transport = ucx.UcxTransport(host_id="host")
-    transport._core._config = {"TLS": "no-such-transport"}
+    transport._core._thread.config = {"TLS": "no-such-transport"}
     with pytest.raises(base.TransportError) as caught:
         await transport.start()
     assert caught.value.reason == "refused"

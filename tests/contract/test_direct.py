@@ -290,7 +290,7 @@ async def test_messages_that_are_none_change_nothing(pair: NodePair) -> None:
     await complete(transfer_of(pair, 40))
     transport = next(t for t in pair.receivers[0]._rt.transports.values() if t.scheme == "ucx")
     core = transport._core
-    (peer,) = [p for p in core._state.endpoints.peers if isinstance(p, Peer)]
+    (peer,) = [p for p in core._thread.endpoints.peers if isinstance(p, Peer)]
     settled: list[object] = []
     forged = pb.CompleteRequest(grant=pb.TransferGrant(transfer_id=bytes(16), capability=bytes(16)), outcome="delivered")
     # A channel that is no tag's, in an address that is well formed.

@@ -333,7 +333,7 @@ async def test_stopped_sender_costs_the_deadline_and_its_late_bytes_land_nowhere
 
 
 @pytest.mark.fault
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 async def test_twenty_restarts_of_the_peer(rig: Rig) -> None:
     """Half die with a send of ours outstanding. Descriptors grow by no more than the budget per restart.
 

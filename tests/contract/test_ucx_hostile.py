@@ -82,7 +82,7 @@ class Flood:
     def __init__(self, pair: NodePair) -> None:
         self._sender, core = pair.senders[0], core_of(pair.receivers[0])
         self._core = core
-        (self._peer,) = [p for p in core._state.endpoints.peers if p.incarnation == self._sender.endpoint.incarnation]
+        (self._peer,) = [p for p in core._thread.endpoints.peers if p.incarnation == self._sender.endpoint.incarnation]
         self._address = WorkerAddress(core.address, channel=77).encode()
 
     def send(self, count: int, *, and_leave: bool = False) -> None:
@@ -216,7 +216,7 @@ async def test_what_fails_after_the_last_chunk_was_sent_is_told(
         if not cut and header == (lost == "header"):
             cut.append(operation)
             # As UCX tells it: later, when everything has been handed over.
-            core.run(lambda: core._settle(operation, TransportError("peer_lost", "the connection was cut")))
+            core.run(lambda: core._thread.settle(operation, TransportError("peer_lost", "the connection was cut")))
         else:
             post(operation)
 
@@ -303,7 +303,7 @@ async def test_an_answer_behind_a_stalled_payload_does_not_keep_its_slot(monkeyp
         channel = rig.transport.open_send(request)
         await begin(channel, pattern(1 << 20, 1))
         rig.transport._way_back(request).error(SplitpointError(Code.TRANSFER_REFUSED, "it is over"))
-        await until(lambda: len(rig.transport._core._state.operations) >= 2, 15)
+        await until(lambda: len(rig.transport._core._thread.operations) >= 2, 15)
         await channel.close()
         async with asyncio.timeout(20):
             while not await channel.drained(0.1):
@@ -331,7 +331,7 @@ def break_thread(core: UcxCore, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("a fault nobody foresaw")
 
-    monkeypatch.setattr(core, "_turn", broken)
+    monkeypatch.setattr(core._thread, "_turn", broken)
     core.run(lambda: None)
 
 
@@ -341,7 +341,7 @@ async def test_when_ucxs_thread_ends_nothing_that_was_outstanding_is_called_done
     await rig.transport.start()
     remote = await rig.remote()
     core = rig.transport._core
-    thread = core._thread
+    thread = core._thread._thread
     assert thread is not None
     try:
         sending = await rig.open_to(remote, 1)

@@ -21,7 +21,7 @@ def take_a_slot(core: UcxCore) -> None:
     """What a writer does first; a killed one never does the rest."""
     descriptor = os.open("/proc/self/mem", os.O_RDWR)
     try:
-        for address in core._queue._queues:
+        for address in core._thread.queue._queues:
             (taken,) = struct.unpack("<Q", os.pread(descriptor, 8, address))
             os.pwrite(descriptor, struct.pack("<Q", taken + 1), address)
     finally:
