@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtransfer.transports.base import Memory, TransportError
-from kvtransfer.transports.nixl_library import ERRORS, NIXL_VERSION, UNREACHABLE, api, devices_set
+from kvtransfer.transports.nixl_connections import Connections
+from kvtransfer.transports.nixl_library import ERRORS, NIXL_VERSION, api, devices_set
 from kvtransfer.transports.nixl_messages import AgentAddress, Notice, NoticeKind
 from kvtransfer.transports.nixl_operation import Operation, Peer, locate
 
 logger = logging.getLogger(__name__)
 
 _OPEN_ERRORS: tuple[type[Exception], ...] = (*ERRORS, RuntimeError, OSError)
-_TELL_ERRORS: tuple[type[Exception], ...] = (*ERRORS, TransportError)
 
 STEP_BYTES = 4 * 1024 * 1024
 SPIN_S = 0.002
@@ -51,8 +51,7 @@ class NixlCore:
         self._net_devices = net_devices
         self._areas = [area for area in areas if area is not None]
         self._agent: Any = None
-        self._peers: dict[str, Peer] = {}
-        self._dead: dict[str, float] = {}
+        self._connections: Any = None
         self._offers: dict[tuple[int, int], Operation] = {}
         self._grants: dict[tuple[int, int], Operation] = {}
         self._broken: collections.OrderedDict[tuple[int, int], None] = collections.OrderedDict()
@@ -134,6 +133,7 @@ class NixlCore:
             for area in self._areas:
                 address, device, kind = locate(area)
                 self._agent.register_memory([(address, len(area), device, "")], kind)
+            self._connections = Connections(self._agent, self.counters, self._writing_to)
             metadata = self._agent.get_agent_metadata()
             self.address = AgentAddress(self._name, metadata, NIXL_VERSION).encode()
         except _OPEN_ERRORS as exc:
@@ -159,7 +159,7 @@ class NixlCore:
                 self._settle(operation, operation.settle_with)
             elif operation.revoke_at is not None and now >= operation.revoke_at:
                 operation.revoke_at = now + REVOKE_EVERY_S
-                self._tell(operation.peer, Notice(NoticeKind.REVOKE, *operation.key))
+                self._connections.tell(operation.peer, Notice(NoticeKind.REVOKE, *operation.key))
         pause = self._pause_s(now)
         if pause == 0 or self._stopping:
             return
@@ -173,14 +173,17 @@ class NixlCore:
             return 0 if still < SPIN_S else 0.0002 if still < 0.05 else 0.002
         if self._offers or self._grants:
             return 0.01
-        return IDLE_POLL_S if self._peers else None
+        return IDLE_POLL_S if self._connections else None
+
+    def _writing_to(self, peer: Peer) -> bool:
+        return any(op.handle is not None and op.peer == peer for op in self._offers.values())
 
     def _take_up(self, operation: Operation) -> None:
         table = self._offers if operation.sending else self._grants
         try:
             if self._stopping:
                 raise TransportError("closed", "NIXL is stopped")
-            self._connect(operation.peer)
+            self._connections.connect(operation.peer)
         except TransportError as exc:
             self._settle(operation, exc)
             return
@@ -188,55 +191,13 @@ class NixlCore:
         table[operation.key] = operation
         if not operation.sending:
             address = locate(operation.memory)[0]
-            if not self._tell(operation.peer, Notice(NoticeKind.GRANT, *operation.key, address, len(operation.memory))):
+            if not self._connections.tell(
+                operation.peer, Notice(NoticeKind.GRANT, *operation.key, address, len(operation.memory))
+            ):
                 # It may have arrived all the same: ask until that is known.
                 operation.revoke_at = operation.moved_at + REVOKE_EVERY_S
                 self._resolve(operation.lost, TransportError("peer_lost", f"{operation.peer.agent} cannot be told of a chunk"))
         self._resolve(operation.begun, None)
-
-    def _connect(self, peer: Peer) -> None:
-        if peer.incarnation in self._dead:
-            raise TransportError("peer_lost", f"incarnation {peer.incarnation!r} is dead")
-        if self._peers.get(peer.agent) == peer:
-            return
-        try:
-            found = self._agent.add_remote_agent(peer.metadata)
-        except ERRORS as exc:
-            # Its process may be gone: then the shared memory that the address names is, too.
-            reason = "peer_lost" if isinstance(exc, UNREACHABLE) else "refused"
-            raise TransportError(reason, f"NIXL does not reach {peer.agent}: {exc}") from exc
-        name = found.decode() if isinstance(found, bytes) else found
-        if name != peer.agent:
-            self._disconnect(name)
-            raise TransportError("refused", f"the address of {peer.agent} is that of {name}")
-        self._peers[peer.agent] = peer
-        self.counters["peers"] += 1
-
-    def _disconnect(self, agent: str) -> None:
-        self._peers.pop(agent, None)
-        try:
-            self._agent.remove_remote_agent(agent)
-        except ERRORS as exc:
-            self.counters["disconnect_failed"] += 1
-            logger.warning("nixl: %s was not removed: %s", agent, exc)
-
-    def _tell(self, peer: Peer, notice: Notice) -> bool:
-        """Send a notice, over a new connection when the old one has failed. False: it may not arrive."""
-        for again in (False, True):
-            try:
-                if again:
-                    if any(op.handle is not None and op.peer == peer for op in self._offers.values()):
-                        return False
-                    self._disconnect(peer.agent)
-                    self.counters["reconnects"] += 1
-                self._connect(peer)
-                self._agent.send_notif(peer.agent, notice.encode())
-            except _TELL_ERRORS as exc:
-                self.counters["notices_failed"] += 1
-                logger.info("nixl: %s to %s: %s", notice.kind.name, peer.agent, exc)
-            else:
-                return True
-        return False
 
     # -- notices
 
@@ -286,7 +247,7 @@ class NixlCore:
     def _granted(self, offer: Operation, notice: Notice) -> None:
         if notice.num_bytes != len(offer.memory):
             why = f"{notice.num_bytes} bytes granted for {len(offer.memory)}"
-            self._tell(offer.peer, Notice(NoticeKind.NEVER, *offer.key))
+            self._connections.tell(offer.peer, Notice(NoticeKind.NEVER, *offer.key))
             self._settle(offer, TransportError("corrupt", why))
             return
         offer.target = notice.address
@@ -294,13 +255,13 @@ class NixlCore:
 
     def _decline(self, agent: str, key: tuple[int, int], offer: Operation | None) -> None:
         """Nothing is or will be written for this key."""
-        peer = self._peers.get(agent)
+        peer = self._connections.get(agent)
         if offer is not None:
             self._settle(offer, TransportError("closed", "the receiver does not want this chunk any more"))
         if peer is None:
             self.counters["strange_notices"] += 1
             return
-        self._tell(peer, Notice(NoticeKind.BROKEN if key in self._broken else NoticeKind.NEVER, *key))
+        self._connections.tell(peer, Notice(NoticeKind.BROKEN if key in self._broken else NoticeKind.NEVER, *key))
 
     # -- writes
 
@@ -338,7 +299,7 @@ class NixlCore:
         if offer.written == len(offer.memory):
             self._settle(offer, None)
         elif offer.given_up:
-            self._tell(offer.peer, Notice(NoticeKind.NEVER, *offer.key))
+            self._connections.tell(offer.peer, Notice(NoticeKind.NEVER, *offer.key))
             self._settle(offer, TransportError("closed", "given up between two steps"))
         else:
             self._write(offer)
@@ -349,7 +310,7 @@ class NixlCore:
         while len(self._broken) > MAX_BROKEN:
             self._broken.popitem(last=False)
         self._settle(offer, TransportError("peer_lost", f"NIXL: {type(why).__name__}: {why}"))
-        self._tell(offer.peer, Notice(NoticeKind.BROKEN, *offer.key))
+        self._connections.tell(offer.peer, Notice(NoticeKind.BROKEN, *offer.key))
 
     def _release(self, offer: Operation) -> None:
         handle, offer.handle = offer.handle, None
@@ -375,8 +336,6 @@ class NixlCore:
             self._settle(operation, TransportError("closed", "given up before it was granted"))
 
     def _bury(self, incarnation: str) -> None:
-        now = time.monotonic()
-        self._dead[incarnation] = now
         failure = TransportError("peer_lost", f"incarnation {incarnation!r} is dead")
         for operation in [op for op in self._offers.values() if op.peer.incarnation == incarnation]:
             self._release(operation)
@@ -385,8 +344,7 @@ class NixlCore:
             operation.given_up, operation.revoke_at = True, None
             self._resolve(operation.lost, failure)
             self._settle_later(operation, failure)
-        for agent in [peer.agent for peer in self._peers.values() if peer.incarnation == incarnation]:
-            self._disconnect(agent)
+        self._connections.bury(incarnation)
 
     def _settle_later(self, grant: Operation, failure: TransportError) -> None:
         """Bytes already in this host's queues land first: the thread turns meanwhile."""
@@ -423,8 +381,7 @@ class NixlCore:
             self.counters["abandoned"] += len(outstanding)
         for operation in outstanding:
             if not operation.sending:
-                self._tell(operation.peer, Notice(NoticeKind.REVOKE, *operation.key))
+                self._connections.tell(operation.peer, Notice(NoticeKind.REVOKE, *operation.key))
             self._settle(operation, TransportError("closed", "NIXL is stopped"))
-        for agent in list(self._peers):
-            self._disconnect(agent)
-        self._agent = None
+        self._connections.close()
+        self._agent = self._connections = None
