@@ -52,6 +52,11 @@ def ask(address: str, method: str, request: Any, timeout_s: float = 30.0) -> Any
             return from_rpc_error(error)
 
 
+def state_of(worker: Any) -> str:
+    """A `WorkerStatus`'s state with what keeps requests from it."""
+    return ", ".join([worker.state, *(name for name in ("spare", "cordoned") if getattr(worker, name))])
+
+
 def as_dict(message: Any) -> Any:
     """Every field, by its name in the proto."""
     from google.protobuf.json_format import MessageToDict

@@ -189,7 +189,7 @@ def _print_status(reply: admin_pb2.GetStatusResponse, console: Console) -> None:
     )  # fmt: skip
     for w in reply.workers:
         workers.add_row(
-            w.worker_id, w.pool, f"{w.state}, cordoned" if w.cordoned else w.state, w.incarnation, w.address, str(w.pid),
+            w.worker_id, w.pool, admin_call.state_of(w), w.incarnation, w.address, str(w.pid),
             str(w.running), str(w.waiting), str(w.leases), f"{w.kv_usage:.0%}", f"{w.heartbeat_age_s:.1f} s", w.detail,
         )  # fmt: skip
     gateways = Table("gateway", "HTTP", "gRPC", "admin", "in flight", "kept out", title="gateways", title_justify="left")

@@ -28,6 +28,7 @@ from coordinator.gateway.config import GatewaySettings
 from coordinator.pools.advisor_config import AdvisorSettings
 from coordinator.pools.autoscale_policy import AutoscalePolicy
 from coordinator.pools.config import DurableGcs, PlacementSettings
+from coordinator.pools.records import SpareKind
 from coordinator.routing.views import Role
 from decode.config import DecodeSettings
 from engine.config import EngineSettings
@@ -45,6 +46,12 @@ class PoolSettings(BaseModel):
     role: Role
     replicas: NonNegativeInt = 1
     engine: dict[str, Any] = Field(default_factory=dict)
+    spares: int = Field(0, ge=0, le=64, description="Workers that stand by beside `replicas` and take over when one is lost.")
+    spare_kind: SpareKind = Field(
+        SpareKind.WARM,
+        description='"warm": its engine runs, connected and idle. "placed": its accelerators are reserved, its engine is started '
+        "when it is needed.",
+    )
     autoscaling_config: AutoscalePolicy | None = Field(
         None,
         description="From the start on: `replicas` is then only what it begins with. Changed later by `splitpoint autoscale`.",

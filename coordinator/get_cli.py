@@ -43,12 +43,14 @@ def pools(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
         "role": lambda p: p.role,
         "target": lambda p: str(p.target),
         "ready": lambda p: str(p.ready),
+        "spares": lambda p: f"{p.spares_ready}/{p.spares}" if p.spares or p.spares_ready else "",
         "starting": lambda p: str(p.starting),
         "draining": lambda p: str(p.draining),
     }
     if output is Format.WIDE:
         columns |= {
             "autoscaled": lambda p: _autoscaled(status, p.name),
+            "spare kind": lambda p: p.spare_kind if p.spares else "",
             "engine": lambda p: p.engine_json,
             "failures": lambda p: str(p.failures),
             "trouble": lambda p: p.detail,
@@ -71,7 +73,7 @@ def workers(
         "worker": lambda w: w.worker_id,
         "pool": lambda w: w.pool,
         "role": lambda w: w.role,
-        "state": lambda w: f"{w.state}, cordoned" if w.cordoned else w.state,
+        "state": admin_call.state_of,
         "running": lambda w: str(w.running),
         "waiting": lambda w: str(w.waiting),
         "leases": lambda w: str(w.leases),

@@ -165,8 +165,7 @@ def _print_worker(reply: Any, as_json: bool) -> None:
         print_json(as_dict(reply))
         return
     worker = reply.worker
-    state = f"{worker.state}, cordoned" if worker.cordoned else worker.state
-    Console().print(f"{worker.worker_id}: {worker.detail or state}")
+    Console().print(f"{worker.worker_id}: {worker.detail or admin_call.state_of(worker)}")
 
 
 def _print_plan(plan: Iterable[admin_pb2.WorkerPlan]) -> None:
@@ -189,7 +188,9 @@ def _pool(status: admin_pb2.GetStatusResponse, name: str) -> Any:
 def _pool_behind(status: admin_pb2.GetStatusResponse, name: str) -> list[str]:
     pool = _pool(status, name)
     counts = f"{pool.ready} ready, {pool.starting} starting, {pool.draining} draining of {pool.target}"
-    return [] if (pool.ready, pool.starting, pool.draining) == (pool.target, 0, 0) else [f"pool {name}: {counts}"]
+    spares = f", {pool.spares_ready} of {pool.spares} spares" if pool.spares else ""
+    there = (pool.ready, pool.starting, pool.draining, pool.spares_ready) == (pool.target, 0, 0, pool.spares)
+    return [] if there else [f"pool {name}: {counts}{spares}"]
 
 
 def _wait(admin: str, limit_s: float, behind: Callable[[Any], list[str]], result: Callable[[Any], Any]) -> Any:

@@ -166,6 +166,7 @@ def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus
         transports=view.transports,
         metrics_address=beat.metrics_address if beat is not None else "",
         cordoned=view.cordoned,
+        spare=view.spare,
         former_legs=beat.former_legs if beat is not None else 0,
         node_id=view.node_id,
         rack=view.rack,
@@ -205,7 +206,9 @@ def pools_of(specs: Iterable[admin_pb2.PoolSpec]) -> dict[str, PoolSettings]:
             raise invalid("pools", f"pools.{spec.name}.replicas must be 0 to {MAX_REPLICAS}, got {spec.replicas}")
         try:
             engine = json.loads(spec.engine_json) if spec.engine_json else {}
-            pools[spec.name] = PoolSettings.model_validate({"role": spec.role, "replicas": spec.replicas, "engine": engine})
+            fields = {"role": spec.role, "replicas": spec.replicas, "engine": engine, "spares": spec.spares}
+            kind = {"spare_kind": spec.spare_kind} if spec.spare_kind else {}
+            pools[spec.name] = PoolSettings.model_validate({**fields, **kind})
         except json.JSONDecodeError as error:
             raise invalid("pools", f"pools.{spec.name}.engine is not JSON: {error}") from error
         except ValidationError as error:
@@ -234,7 +237,14 @@ def strategy_of(request: admin_pb2.ApplyPoolsRequest) -> Strategy | None:
 def pool_specs(pools: Mapping[str, PoolSettings]) -> list[admin_pb2.PoolSpec]:
     """The other direction of `pools_of`."""
     return [
-        admin_pb2.PoolSpec(name=name, role=pool.role.value, replicas=pool.replicas, engine_json=_engine_json(pool.engine))
+        admin_pb2.PoolSpec(
+            name=name,
+            role=pool.role.value,
+            replicas=pool.replicas,
+            engine_json=_engine_json(pool.engine),
+            spares=pool.spares,
+            spare_kind=pool.spare_kind.value,
+        )
         for name, pool in pools.items()
     ]
 
@@ -253,7 +263,8 @@ def pool_status(
 ) -> admin_pb2.PoolStatus:
     """One pool's target beside what it has; `engine` are its own arguments, `failures` starts failed in a row, the last for
     the reason `detail`."""
-    states = [view.state for view in views if view.pool == target.name]
+    mine = [view for view in views if view.pool == target.name]
+    states = [view.state for view in mine if not view.spare or view.state is WorkerState.DRAINING]
     return admin_pb2.PoolStatus(
         name=target.name,
         role=target.role.value,
@@ -264,7 +275,14 @@ def pool_status(
         failures=failures,
         detail=detail if failures else "",
         engine_json=_engine_json(engine),
+        spares=target.workers - target.replicas,
+        spares_ready=sum(view.spare and _stands_by(view) for view in mine),
+        spare_kind=target.spare_kind.value,
     )
+
+
+def _stands_by(view: WorkerView) -> bool:
+    return view.state is WorkerState.READY or (view.state is WorkerState.PLACED and bool(view.node_id))
 
 
 def status(

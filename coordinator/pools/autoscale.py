@@ -67,8 +67,8 @@ class Outcome:
 def decide(
     pools: Sequence[Watched], delays: Mapping[str, Delays], now_s: float, *, other_accelerators: int, budget: int | None
 ) -> Outcome:
-    """`other_accelerators` are those of the pools that nobody scales automatically, and of workers that drain; `budget` None: no
-    limit.
+    """`other_accelerators` are those of the pools that nobody scales automatically, of spares and of workers that drain; `budget`
+    None: no limit.
 
     A pool grows when it was to grow for its upscale delay, and shrinks, to the most it wanted meanwhile, when it was to shrink
     for its downscale delay. What is missing or stale lets no pool shrink.

@@ -51,7 +51,8 @@ class Sampler:
         names = {target.name for target in targets}
         views: dict[str, list[WorkerView]] = {name: [] for name in names}
         for view in fleet.views(now_s):
-            views.setdefault(view.pool, []).append(view)
+            if not view.spare:
+                views.setdefault(view.pool, []).append(view)
         self.samples = {name: kept for name, kept in self.samples.items() if name in names}
         for target in targets:
             kept = [s for s in self.samples.get(target.name, []) if s.at_s > now_s - keep_s]

@@ -164,7 +164,7 @@ class Autoscaler:
             for target in targets
             if (policy := policies.get(target.name)) is not None
         ]
-        others = sum(t.replicas * t.ranks for t in targets if t.name not in policies)
+        others = sum((t.workers if t.name not in policies else t.workers - t.replicas) * t.ranks for t in targets)
         return decide(watched, self._delays, now_s, other_accelerators=others + self._draining(), budget=budget)
 
     def _draining(self) -> int:

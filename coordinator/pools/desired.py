@@ -36,8 +36,8 @@ class Desired:
 
     @property
     def ranks(self) -> int:
-        """Accelerators of all its workers."""
-        return sum(t.replicas * t.ranks for t in self.targets)
+        """Accelerators of all its workers and spares."""
+        return sum(t.workers * t.ranks for t in self.targets)
 
     def target(self, pool: str) -> PoolTarget | None:
         """None: no such pool."""
@@ -85,6 +85,8 @@ def desired(
                 engine=engine_key(engine),
                 ranks=engine.world_size,
                 start_timeout_s=engine.start_timeout_s,
+                spares=pool.spares,
+                spare_kind=pool.spare_kind,
             )
         )
     return Desired(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from coordinator.config import PoolSettings, Settings
 from coordinator.pools.assign import Assignment, assign
@@ -11,10 +12,10 @@ from coordinator.pools.desired import Desired, Strategy, changed, check_version,
 from coordinator.pools.fleet import Fleet
 from coordinator.pools.plan import Step, living, plan, unsettled
 from coordinator.pools.reconcile import check_scale
-from coordinator.pools.records import PoolTarget, Restart
+from coordinator.pools.records import PoolTarget, Restart, SpareKind
 from coordinator.pools.replacement import answers
-from coordinator.pools.reports import GatewayReport
-from coordinator.pools.store import Store
+from coordinator.pools.reports import GatewayReport, WorkerSpec
+from coordinator.pools.store import Place, Store
 from coordinator.routing.views import Role, WorkerState
 from protos.errors import Code, SplitpointError
 from protos.ids import WorkerId
@@ -82,7 +83,7 @@ class DesiredPools:
         """
         steps = self._change(pools, expected, dry_run, strategy)
         if not dry_run:
-            shown = ", ".join(f"{t.name} ({t.role}) {t.replicas}" for t in self.targets)
+            shown = ", ".join(f"{t.name} ({t.role}) {t.replicas}" + _spares(t) for t in self.targets)
             log.info("the pools are to be %s, version %d", shown, self.present.version)
         return steps
 
@@ -105,9 +106,76 @@ class DesiredPools:
             self.steps = steps
         return steps
 
-    def relabel(self, worker_id: WorkerId, pool: str, role: Role, reason: str) -> None:
-        """Gateways choose the worker by its new label from now on. Idempotent."""
+    def new_worker(self, pool: str, now_s: float, *, spare: bool = False) -> WorkerId:
+        """One more of `pool`, under an id of its own; where placed spares are wanted, a `spare` is the place for one."""
+        target = self.present.target(pool)
+        assert target is not None, "only workers of pools that there are are started"
+        worker_id, placed = self._store.next_worker_id(pool), spare and target.spare_kind is SpareKind.PLACED
+        if spare:
+            self._store.put_spare(worker_id, True, Place(target.engine, target.ranks) if placed else None)
+        self._fleet.created(
+            worker_id,
+            pool,
+            target.role,
+            self._fleet.free_slot(),
+            now_s,
+            engine=target.engine,
+            ranks=target.ranks,
+            start_timeout_s=target.start_timeout_s,
+            spare=spare,
+            placed=placed,
+        )
+        log.info(
+            "%s %s", "reserving a place for" if placed else "starting", f"spare {worker_id}" if spare else f"worker {worker_id}"
+        )
+        return worker_id
+
+    def spec(self, worker_id: WorkerId, log_dir: Path) -> WorkerSpec:
+        """What its actor is started with."""
+        member = self._fleet.members[worker_id]
+        record = member.record
+        return WorkerSpec(
+            worker_id=worker_id,
+            pool=record.pool,
+            role=record.role,
+            slot=member.slot,
+            settings=self.present.settings,
+            log_dir=log_dir,
+            engine=record.engine or "",
+        )
+
+    def stand_by(self, worker_id: WorkerId, spare: bool, now_s: float, reason: str) -> None:
+        """Whether gateways are to offer it nothing, as a spare. Idempotent."""
         record = self._fleet.members[worker_id].record
+        if record.spare is not spare:
+            log.info("worker %s %s: %s", worker_id, "stands by" if spare else "takes over", reason)
+            self._store.put_spare(worker_id, spare)
+            self._fleet.stand_by(worker_id, spare, now_s)
+
+    def places(self) -> set[WorkerId]:
+        """Spares that are placed, as written down: of them no process runs that could say so."""
+        return {worker_id for worker_id, place in self._store.spares().items() if place is not None}
+
+    def resume_spares(self, now_s: float) -> None:
+        """After a restart, once the workers are known."""
+        for worker_id, place in self._store.spares().items():
+            home = self.home(worker_id)
+            if place is not None:
+                pool, role = (home.name, home.role) if home is not None else (worker_id.rpartition("-")[0], Role.COLOCATED)
+                slot = self._fleet.free_slot()
+                self._fleet.created(
+                    worker_id, pool, role, slot, now_s, engine=place.engine, ranks=place.ranks, spare=True, placed=True
+                )
+            self._fleet.stand_by(worker_id, True, now_s)
+
+    def relabel(
+        self, worker_id: WorkerId, pool: str, role: Role, reason: str, *, spare: bool = False, now_s: float = 0.0
+    ) -> None:
+        """Gateways choose the worker by its new label from now on, or keep it in reserve as a `spare`. A place stands by on: its
+        engine would have to be started first. Idempotent."""
+        record = self._fleet.members[worker_id].record
+        if record.state is not WorkerState.PLACED:
+            self.stand_by(worker_id, spare, now_s, reason)
         if (record.pool, record.role) != (pool, role):
             log.info("worker %s: %s", worker_id, reason)
             self._store.put_label(worker_id, pool)
@@ -176,7 +244,7 @@ class DesiredPools:
                 raise SplitpointError(
                     Code.NOT_FOUND, f"no pool {name!r}; pools: {', '.join(t.name for t in self.targets)}", param="pools"
                 )
-            left = {t.role for t in self.targets if t.replicas - (t.name == name) > 0}
+            left = {t.role for t in self.targets if t.running - (t.name == name) > 0}
             if not surge and not answers(left, self._whole_roles):
                 message = f"nobody would serve a request while the worker of pool {name} is away: let it surge, or scale first"
                 raise SplitpointError(Code.CONFLICT, message, param="pools")
@@ -232,3 +300,7 @@ class DesiredPools:
             max_unavailable=wanted.max_unavailable,
             whole_roles=self._whole_roles,
         )
+
+
+def _spares(target: PoolTarget) -> str:
+    return f" + {target.spares} {target.spare_kind}" if target.spares else ""

@@ -59,7 +59,9 @@ class Member:
         record = self.record
         detail = record.dead_reason
         if self.beat is None:
-            if not detail and now_s - record.created_s > _PLACED_S:
+            if record.state is WorkerState.PLACED:
+                detail = "its place is reserved" if record.place_reserved else "no node has its place free"
+            elif not detail and now_s - record.created_s > _PLACED_S:
                 detail = "not placed yet: no node has its bundles free, or its process is still starting"
             return WorkerView(
                 worker_id=record.worker_id,
@@ -68,6 +70,7 @@ class Member:
                 role=record.role,
                 state=record.state,
                 cordoned=record.cordoned,
+                spare=record.spare,
                 address="",
                 pid=0,
                 fingerprint=b"",
@@ -75,6 +78,7 @@ class Member:
                 max_transfer_tokens=0,
                 transports=(),
                 detail=detail,
+                node_id=record.node_id,
             )
         age_s = now_s - (record.heartbeat_s if record.heartbeat_s is not None else record.created_s)
         return replace(
@@ -83,6 +87,7 @@ class Member:
             role=record.role,
             state=record.state,
             cordoned=record.cordoned,
+            spare=record.spare,
             heartbeat_age_s=max(0.0, age_s),
             detail=detail or self.beat.view.detail,
         )
@@ -135,12 +140,14 @@ class Fleet:
         engine: str | None = None,
         ranks: int = 1,
         start_timeout_s: float = 300.0,
+        spare: bool = False,
+        placed: bool = False,
     ) -> None:
-        """An actor with this id exists or is being made. Idempotent. `engine`: None until it says what it was started with;
-        `start_timeout_s` is what its engine may take."""
+        """An actor with this id exists or is being made; or, `placed`, a place for one. Idempotent. `engine`: None until it says
+        what it was started with; `start_timeout_s` is what its engine may take; `spare`: it is to stand by."""
         if worker_id in self.members or worker_id in self._gone:
             return
-        state = WorkerState.STARTING
+        state = WorkerState.PLACED if placed else WorkerState.STARTING
         record = WorkerRecord(
             worker_id=worker_id,
             pool=pool,
@@ -150,6 +157,7 @@ class Fleet:
             engine=engine,
             ranks=ranks,
             start_timeout_s=start_timeout_s,
+            spare=spare,
         )
         self.members[worker_id] = Member(record=record, slot=slot)
         self._bump()
@@ -198,6 +206,7 @@ class Fleet:
             state=state,
             engine=beat.engine,
             ranks=beat.ranks,
+            node_id=beat.node_id,
             start_timeout_s=beat.start_timeout_s,
             # One that was restored is as old as it says.
             created_s=min(record.created_s, now_s - beat.uptime_s),
@@ -239,13 +248,14 @@ class Fleet:
 
     def drain(self, worker_id: WorkerId, until_s: float) -> None:
         """A drain is wanted; gateways stop choosing the worker at once. Idempotent, keeps the earlier end. One that does not
-        serve yet stays starting: it has nothing to finish."""
+        serve yet stays what it is: it has nothing to finish."""
         member = self.members.get(worker_id)
         if member is None or member.record.state is WorkerState.DEAD:
             return
         record = member.record
         earlier = until_s if record.draining_until_s is None else min(until_s, record.draining_until_s)
-        state = WorkerState.STARTING if record.state is WorkerState.STARTING else WorkerState.DRAINING
+        unborn = record.state in (WorkerState.STARTING, WorkerState.PLACED)
+        state = record.state if unborn else WorkerState.DRAINING
         changed = record.state is not state
         member.record = replace(record, state=state, draining_until_s=earlier)
         if changed:
@@ -256,8 +266,30 @@ class Fleet:
         member = self.members.get(worker_id)
         if member is None or (member.record.pool, member.record.role) == (pool, role):
             return
-        member.record = replace(member.record, pool=pool, role=role, label_heard=False)
+        # Where nothing runs, nobody has to hear it.
+        unheard = member.record.state is not WorkerState.PLACED
+        member.record = replace(member.record, pool=pool, role=role, label_heard=not unheard)
         self._bump()
+
+    def stand_by(self, worker_id: WorkerId, spare: bool, now_s: float) -> None:
+        """Whether it is a spare, to which gateways offer nothing. A place that stops being one is where a worker starts now.
+        Idempotent."""
+        member = self.members.get(worker_id)
+        if member is None or member.record.spare is spare:
+            return
+        record = replace(member.record, spare=spare)
+        if record.state is WorkerState.PLACED and not spare:
+            record = replace(record, state=WorkerState.STARTING, created_s=now_s, probed_s=None)
+        member.record = record
+        self._bump()
+
+    def reserved(self, worker_id: WorkerId, node_id: str | None, now_s: float) -> None:
+        """A place was asked for, and is on that node; None: no node has room for it yet."""
+        member = self.members.get(worker_id)
+        if member is not None:
+            member.record = replace(member.record, probed_s=now_s, node_id=node_id or "", place_reserved=node_id is not None)
+            if node_id is not None:
+                self._bump()
 
     def cordon(self, worker_id: WorkerId, cordoned: bool) -> None:
         """Whether it is offered nothing new. Idempotent."""
@@ -326,4 +358,5 @@ class Fleet:
 
 def _membership(view: WorkerView) -> tuple[object, ...]:
     """What gateways must hear of at once; loads may be a heartbeat old."""
-    return (view.incarnation, view.pool, view.role, view.state, view.cordoned, view.address, view.ranks, view.fingerprint)
+    who = (view.incarnation, view.pool, view.role, view.state, view.cordoned, view.spare)
+    return (*who, view.address, view.ranks, view.fingerprint)

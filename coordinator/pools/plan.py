@@ -32,8 +32,9 @@ def plan(assignment: Assignment) -> list[Step]:
     for worker_id, assigned in assignment.workers.items():
         worker, target = assigned.worker, assigned.target
         if target is not None:
-            action = "relabel" if assigned.fate is Fate.RELABEL else "keep"
-            step = Step(action=action, worker_id=worker_id, pool=worker.pool, new_pool=target.name, reason=assigned.reason)
+            step = Step(
+                action=assigned.fate.value, worker_id=worker_id, pool=worker.pool, new_pool=target.name, reason=assigned.reason
+            )
         elif assigned.fate in _GOES and to_start:
             step = Step(action="restart", worker_id=worker_id, pool=worker.pool, new_pool=to_start.pop(0), reason=assigned.reason)
         elif assigned.fate in _GOES:
@@ -55,10 +56,14 @@ def unsettled(assignment: Assignment, former_legs: Mapping[WorkerId, int]) -> li
 
 def _unsettled_worker(assigned: Assigned, former_legs: int) -> str:
     worker = assigned.worker
+    if assigned.fate in (Fate.PROMOTE, Fate.STAND_BY):
+        return "serves from now on" if assigned.fate is Fate.PROMOTE else "stands by from now on"
     if assigned.fate is Fate.RELABEL or (assigned.target is not None and not worker.label_heard):
         return f"takes the label {assigned.target.name if assigned.target is not None else worker.pool}"
     if assigned.target is None:
         return f"goes: {assigned.reason}" if assigned.reason else "drains"
+    if worker.state is WorkerState.PLACED:
+        return "" if worker.place_reserved else "waits for its place"
     if worker.state is not WorkerState.READY:
         return f"is {worker.state}"
     if worker.restart is not None:

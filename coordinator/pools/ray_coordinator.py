@@ -73,7 +73,12 @@ class CoordinatorActor:
             self._wake.clear()
             now_s = time.monotonic()
             behind = self._pools.gateways_behind(self._gateways.reports.values())
-            actual = Actual(workers=self._fleet.records(), backoff=self._fleet.backoff, gateways_behind=behind)
+            actual = Actual(
+                workers=self._fleet.records(),
+                backoff=self._fleet.backoff,
+                gateways_behind=behind,
+                silent_nodes=self._workers.silent_nodes,
+            )
             wanted = self._pools.present
             for action in reconcile(
                 wanted.targets,
@@ -114,7 +119,7 @@ class CoordinatorActor:
         now_s = time.monotonic()
         for worker_id, handle in found.items():
             self._workers.watch(worker_id, handle)
-        if freed := await asyncio.to_thread(free_places_but, found):
+        if freed := await asyncio.to_thread(free_places_but, {*found, *self._pools.places()}):
             log.warning("freed the places of workers that died unseen: %s", ", ".join(freed))
         wanted = set(found)
         until_s = now_s + self._rules.heartbeat_limit_s
@@ -123,6 +128,7 @@ class CoordinatorActor:
         # Silent ones: alive and loading, late, stopped, or dead. The rest follows by itself.
         self._pools.adopt(wanted - set(self._fleet.members), time.monotonic())
         self._workers.deaths.resume(found)
+        self._pools.resume_spares(time.monotonic())
         for worker_id, left_s in self._store.draining().items():
             self._fleet.drain(worker_id, time.monotonic() + max(0.0, left_s))
         self._pools.resume_cordons()

@@ -38,19 +38,12 @@ def create_worker(
     """A detached, never restarted actor in a detached placement group of one bundle per rank; both outlive the coordinator.
 
     With one rank the actor itself takes the bundle's accelerator. With more, vLLM's Ray executor finds the group as the
-    current one and puts its ranks into the bundles; the actor takes none. `beats` and `silent`: see `Placement.selector`.
+    current one and puts its ranks into the bundles; the actor takes none. A group that was reserved for it is used.
+    `beats` and `silent`: see `Placement.selector`.
     """
     rules, engine = spec.settings.coordinator, spec.settings.engine_of(spec.pool)
-    gpus = rules.worker_gpus if rules.worker_gpus is not None else float(min(1, num_gpus))
-    bundle = {"CPU": rules.worker_cpus, **({"GPU": gpus} if gpus else {})}
-    labels = placement.selector(spec, bundle, engine.world_size, beats, silent)
-    group = ray.util.placement_group(
-        [bundle] * engine.world_size,
-        strategy="PACK",
-        name=actor_name(spec.worker_id),
-        lifetime="detached",
-        bundle_label_selector=[labels] * engine.world_size if labels else None,
-    )
+    gpus = _gpus(spec, num_gpus)
+    group = _group(spec.worker_id) or _new_group(spec, num_gpus, placement, beats, silent)
     alone = engine.world_size == 1
     if gpus and not alone:
         spec = replace(spec, settings=_over_ray(spec.settings))
@@ -67,6 +60,36 @@ def create_worker(
         ),
     }
     return actor_class.options(**options).remote(spec)
+
+
+def reserve_place(
+    spec: WorkerSpec, num_gpus: int, placement: Placement, beats: Sequence[Beat], silent: Collection[str]
+) -> str | None:
+    """The node, by Ray's id, on which the worker's placement group is reserved; None while no node has room for it. Makes the
+    group if there is none."""
+    group = _group(spec.worker_id) or _new_group(spec, num_gpus, placement, beats, silent)
+    known = ray.util.placement_group_table(group)
+    return known["bundles_to_node_id"][0] if known.get("state") == "CREATED" else None
+
+
+def _gpus(spec: WorkerSpec, num_gpus: int) -> float:
+    asked = spec.settings.coordinator.worker_gpus
+    return asked if asked is not None else float(min(1, num_gpus))
+
+
+def _new_group(
+    spec: WorkerSpec, num_gpus: int, placement: Placement, beats: Sequence[Beat], silent: Collection[str]
+) -> PlacementGroup:
+    ranks, gpus = spec.settings.engine_of(spec.pool).world_size, _gpus(spec, num_gpus)
+    bundle = {"CPU": spec.settings.coordinator.worker_cpus, **({"GPU": gpus} if gpus else {})}
+    labels = placement.selector(spec, bundle, ranks, beats, silent)
+    return ray.util.placement_group(
+        [bundle] * ranks,
+        strategy="PACK",
+        name=actor_name(spec.worker_id),
+        lifetime="detached",
+        bundle_label_selector=[labels] * ranks if labels else None,
+    )
 
 
 def _over_ray(settings: Settings) -> Settings:

@@ -21,7 +21,7 @@ from coordinator.pools.fleet import Fleet, rules_of
 from coordinator.pools.probe import Answer, probe
 from coordinator.pools.ray_calls import gcs_call, gcs_call_unbounded
 from coordinator.pools.ray_deaths import Deaths
-from coordinator.pools.ray_fleet import create_worker, free_worker, kill_worker, live_workers, wait_death
+from coordinator.pools.ray_fleet import create_worker, free_worker, kill_worker, live_workers, reserve_place, wait_death
 from coordinator.pools.ray_nodes import NodeLostError
 from coordinator.pools.ray_placement import Placement
 from coordinator.pools.ray_worker import WorkerActor
@@ -31,11 +31,14 @@ from coordinator.pools.reconcile import (
     FenceWorker,
     ForgetWorker,
     ProbeWorker,
+    PromoteWorker,
     RelabelWorker,
+    ReservePlace,
+    StandByWorker,
     StartWorker,
     StopWorker,
 )
-from coordinator.pools.reports import CoordinatorSpec, WorkerSpec
+from coordinator.pools.reports import Beat, CoordinatorSpec, WorkerSpec
 from coordinator.pools.store import Store
 from coordinator.routing.views import Role, WorkerState
 from protos.ids import WorkerId
@@ -69,16 +72,25 @@ class Workers:
     def carry_out(self, action: Action, now_s: float) -> None:
         """Begin it; a worker whose former piece of work still runs is left to the next pass."""
         if isinstance(action, StartWorker):
-            self._start(action.pool, now_s)
+            self._start(action.pool, action.spare, now_s)
             return
+        # All labels of a pass are in one version of the membership; that the worker hears of its own may take longer.
         if isinstance(action, RelabelWorker):
-            # All of a pass are in one version of the membership; that the worker hears of it itself may take longer.
-            self._pools.relabel(action.worker_id, action.pool, action.role, action.reason)
+            worker_id, pool, role = action.worker_id, action.pool, action.role
+            self._pools.relabel(worker_id, pool, role, action.reason, spare=action.spare, now_s=now_s)
+        if isinstance(action, PromoteWorker | StandByWorker) and not self._is_place(action.worker_id):
+            self._pools.stand_by(action.worker_id, isinstance(action, StandByWorker), now_s, action.reason)
+            return
         if action.worker_id in self._busy:
             return
         match action:
             case ProbeWorker(worker_id):
                 work = self._probe(worker_id)
+            case ReservePlace(worker_id):
+                work = self._reserve(self._pools.spec(worker_id, self._spec.log_dir))
+            case PromoteWorker(worker_id, reason) | StandByWorker(worker_id, reason):
+                self._pools.stand_by(worker_id, False, now_s, reason)
+                work = self._create(self._pools.spec(worker_id, self._spec.log_dir))
             case DrainWorker(worker_id, reason):
                 self._pools.drain(worker_id, self._spec.settings.coordinator.drain_timeout_s, now_s, reason)
                 work = self._tell_drain(worker_id)
@@ -104,42 +116,37 @@ class Workers:
             self._busy.pop(worker_id, None)
             self._wake.set()
 
-    def _start(self, pool: str, now_s: float) -> None:
-        target = next(t for t in self._pools.targets if t.name == pool)
-        worker_id = self._store.next_worker_id(pool)
-        slot = self._fleet.free_slot()
-        self._fleet.created(
-            worker_id,
-            pool,
-            target.role,
-            slot,
-            now_s,
-            engine=target.engine,
-            ranks=target.ranks,
-            start_timeout_s=target.start_timeout_s,
-        )
-        spec = WorkerSpec(
-            worker_id=worker_id,
-            pool=pool,
-            role=target.role,
-            slot=slot,
-            settings=self._pools.present.settings,
-            log_dir=self._spec.log_dir,
-            engine=target.engine,
-        )
-        log.info("starting worker %s", worker_id)
-        self._busy[worker_id] = asyncio.get_running_loop().create_task(self._guard(worker_id, self._create(spec)))
+    def _is_place(self, worker_id: WorkerId) -> bool:
+        return self._fleet.members[worker_id].record.state is WorkerState.PLACED
+
+    def _start(self, pool: str, spare: bool, now_s: float) -> None:
+        worker_id = self._pools.new_worker(pool, now_s, spare=spare)
+        if self._is_place(worker_id):
+            self._wake.set()
+            return
+        work = self._create(self._pools.spec(worker_id, self._spec.log_dir))
+        self._busy[worker_id] = asyncio.get_running_loop().create_task(self._guard(worker_id, work))
 
     async def _create(self, spec: WorkerSpec) -> None:
         try:
-            beats = [member.beat for member in self._fleet.members.values() if member.beat is not None]
-            silent = self.deaths.silent_nodes | self._fleet.silent_nodes
-            args = (self._worker_class, spec, self._spec.num_gpus, self._placement, beats, silent)
-            handle = await gcs_call_unbounded(create_worker, *args)
+            handle = await gcs_call_unbounded(create_worker, self._worker_class, spec, *self._where())
         except (RayError, ValueError) as error:
             self._fleet.died(spec.worker_id, f"could not be made: {error}", time.monotonic())
             return
         self.watch(spec.worker_id, handle)
+
+    async def _reserve(self, spec: WorkerSpec) -> None:
+        node_id = await gcs_call_unbounded(reserve_place, spec, *self._where())
+        self._fleet.reserved(spec.worker_id, node_id, time.monotonic())
+
+    def _where(self) -> tuple[int, Placement, list[Beat], frozenset[str]]:
+        beats = [member.beat for member in self._fleet.members.values() if member.beat is not None]
+        return self._spec.num_gpus, self._placement, beats, self.silent_nodes
+
+    @property
+    def silent_nodes(self) -> frozenset[str]:
+        """Nodes, by Ray's id, that do not answer."""
+        return frozenset(self.deaths.silent_nodes | self._fleet.silent_nodes)
 
     async def met(self, worker_id: WorkerId) -> None:
         """A worker was heard: its actor is looked up, if it is not known, and watched."""

@@ -11,7 +11,7 @@ its replacement has a new id and a new incarnation. Which worker serves which po
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.pools.assign import Assigned, Fate, assign
@@ -60,9 +60,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start one worker of `pool` under a new id."""
+    """Start one worker of `pool` under a new id. `spare`: to stand by; where a pool's spares are placed, that is to reserve
+    its place."""
 
     pool: str
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,37 @@ class DrainWorker:
 
 @dataclass(frozen=True, slots=True)
 class RelabelWorker:
-    """`worker_id` serves `pool` in `role` from now on; what it has of its former role runs to its end there."""
+    """`worker_id` serves `pool` in `role` from now on, or stands by for it as a `spare`; what it has of its former role runs to
+    its end there."""
 
     worker_id: WorkerId
     pool: str
     role: Role
     reason: str
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromoteWorker:
+    """`worker_id` stood by and is offered requests from now on; one that is `placed` gets its engine now."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandByWorker:
+    """`worker_id` is offered nothing from now on, and keeps its engine."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReservePlace:
+    """Ask for the place of `worker_id`, a spare that is placed, and whether it has got it."""
+
+    worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +142,25 @@ class ForgetWorker:
     reason: str
 
 
-Action = StartWorker | DrainWorker | RelabelWorker | ProbeWorker | StopWorker | FenceWorker | ForgetWorker
+Action = (
+    StartWorker
+    | DrainWorker
+    | RelabelWorker
+    | PromoteWorker
+    | StandByWorker
+    | ReservePlace
+    | ProbeWorker
+    | StopWorker
+    | FenceWorker
+    | ForgetWorker
+)
+_LABELS = (RelabelWorker, PromoteWorker, StandByWorker)
+"""Said to gateways together, in one version of the membership."""
+_CAN_WAIT = (ProbeWorker, ReservePlace)
+
+
+_UNBORN = (WorkerState.STARTING, WorkerState.PLACED)
+"""They have nothing to finish."""
 
 
 class Ending(enum.Enum):
@@ -130,12 +175,14 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actual:
-    """Every worker that is known, each pool's failed starts, and whether gateways know the workers."""
+    """Every worker that is known, each pool's failed starts, whether gateways know the workers, and the nodes, by Ray's id,
+    that do not answer."""
 
     workers: Sequence[WorkerRecord]
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     gateways_behind: bool = False
     """See `assign`."""
+    silent_nodes: Collection[str] = frozenset()
 
 
 def reconcile(
@@ -161,11 +208,14 @@ def reconcile(
         action = _liveness(worker, now_s, rules)
         if action is None and worker.state is WorkerState.DRAINING:
             action = _drained(worker, now_s, rules)
-        if action is None and worker.state is WorkerState.STARTING and worker.draining_until_s is not None:
+        if action is None and worker.state in _UNBORN and worker.draining_until_s is not None:
             action = StopWorker(worker.worker_id, "drained before it served")
         if action is not None:
             urgent[worker.worker_id] = action
-        if not isinstance(action, ForgetWorker):
+        if isinstance(action, FenceWorker):
+            # It serves nobody any more, so that a spare stands in for it before its death is made sure of.
+            alive.append(replace(worker, state=WorkerState.DRAINING))
+        elif not isinstance(action, ForgetWorker):
             alive.append(worker)
     assignment = assign(
         wanted,
@@ -174,19 +224,24 @@ def reconcile(
         max_unavailable=max_unavailable,
         whole_roles=rules.whole_roles,
         gateways_behind=actual.gateways_behind or ending is not Ending.NOT,
+        silent_nodes=actual.silent_nodes,
     )
+    waits = {t.name: actual.backoff.get(t.name, Backoff()) for t in wanted}
     for worker_id, assigned in assignment.workers.items():
         action = _fated(assigned)
+        if isinstance(action, PromoteWorker) and assigned.worker.state is WorkerState.PLACED:
+            action = action if ending is Ending.NOT and _may_start(waits[assigned.worker.pool], now_s, rules) else None
         # A new label is one message, so that pools change together; a probe that is due can wait for the next pass.
         if action is not None and (
-            worker_id not in urgent or (isinstance(action, RelabelWorker) and isinstance(urgent[worker_id], ProbeWorker))
+            worker_id not in urgent or (isinstance(action, _LABELS) and isinstance(urgent[worker_id], _CAN_WAIT))
         ):
             urgent[worker_id] = action
-    actions = list(urgent.values())
+    starts: list[StartWorker] = []
     for target in wanted if ending is Ending.NOT else ():
-        backoff = actual.backoff.get(target.name, Backoff())
-        actions.extend(_starts(target, assignment.startable[target.name], backoff, now_s, rules))
-    return actions
+        count, to_serve = assignment.startable[target.name], assignment.to_serve[target.name]
+        starts.extend(_starts(target, count, to_serve, waits[target.name], now_s, rules))
+    # Where accelerators are short, those that serve come first.
+    return [*urgent.values(), *sorted(starts, key=lambda start: start.spare)]
 
 
 def check_scale(
@@ -216,6 +271,9 @@ def check_scale(
 def _liveness(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None:
     if worker.state is WorkerState.DEAD:
         return ForgetWorker(worker.worker_id, worker.dead_reason or "died")
+    if worker.state is WorkerState.PLACED:
+        due = worker.probed_s is None or now_s - worker.probed_s > rules.heartbeat_interval_s
+        return ReservePlace(worker.worker_id) if due and not (worker.place_reserved or worker.leaving) else None
     if worker.state is WorkerState.STARTING:
         # An engine that loads keeps its process too busy for heartbeats; its time to start is the limit.
         limit_s = worker.start_timeout_s + rules.start_grace_s
@@ -262,16 +320,28 @@ def _drained(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None:
 def _fated(assigned: Assigned) -> Action | None:
     worker, target = assigned.worker, assigned.target
     if assigned.fate is Fate.STOP:
-        if worker.state is WorkerState.STARTING:
+        if worker.state in _UNBORN:
             return StopWorker(worker.worker_id, assigned.reason)
         return DrainWorker(worker.worker_id, assigned.reason)
     unheard = not worker.label_heard and worker.heartbeat_s is not None
     if target is not None and (assigned.fate is Fate.RELABEL or unheard):
-        return RelabelWorker(worker.worker_id, target.name, target.role, assigned.reason or "it has not heard its label yet")
+        reason = assigned.reason or "it has not heard its label yet"
+        return RelabelWorker(worker.worker_id, target.name, target.role, reason, assigned.spare)
+    if assigned.fate is Fate.PROMOTE:
+        return PromoteWorker(worker.worker_id, assigned.reason)
+    if assigned.fate is Fate.STAND_BY:
+        return StandByWorker(worker.worker_id, assigned.reason)
     return None
 
 
-def _starts(target: PoolTarget, missing: int, backoff: Backoff, now_s: float, rules: Rules) -> list[Action]:
-    if missing <= 0 or backoff.wait_s(now_s, rules) > 0:
+def _starts(target: PoolTarget, count: int, to_serve: int, backoff: Backoff, now_s: float, rules: Rules) -> list[StartWorker]:
+    """`count` starts; the first of them `to_serve`, the rest to stand by."""
+    if count <= 0 or backoff.wait_s(now_s, rules) > 0:
         return []
-    return [StartWorker(target.name)] * (1 if backoff.failures else missing)
+    starts = [StartWorker(target.name, spare=number >= to_serve) for number in range(count)]
+    return starts[:1] if backoff.failures else starts
+
+
+def _may_start(backoff: Backoff, now_s: float, rules: Rules) -> bool:
+    """An engine in a place that is reserved. One failure is what the place is kept for; a row of them waits as any start does."""
+    return backoff.failures <= 1 or backoff.wait_s(now_s, rules) <= 0

@@ -45,11 +45,13 @@ class Batch:
 
 @dataclass(slots=True)
 class _Group:
-    """All in accelerators: what its pools shall have, what serves, what is there, and what has been given up."""
+    """All in accelerators: what its pools shall serve with and have as spares, what serves, what is there, and what has been
+    given up."""
 
     pools: list[PoolTarget] = field(default_factory=list)
     old: list[WorkerRecord] = field(default_factory=list)
     wanted: int = 0
+    reserve: int = 0
     serving: int = 0
     alive: int = 0
     whole: bool = True
@@ -65,7 +67,7 @@ class _Group:
 
 def serves(worker: WorkerRecord) -> bool:
     """It is offered requests."""
-    return worker.state is WorkerState.READY and not worker.cordoned
+    return worker.state is WorkerState.READY and not (worker.cordoned or worker.spare)
 
 
 def answers(roles: Collection[Role], whole_roles: frozenset[Role]) -> bool:
@@ -86,7 +88,7 @@ def batch(
     """`missing` workers by pool are to be started in the end, and `budget_ranks` accelerators may be held at once."""
     groups = _groups(targets, places, missing)
     room = budget_ranks - sum(p.worker.ranks for p in places)
-    startable = _startable(targets, groups, missing, room, max(0, budget_ranks - sum(t.replicas * t.ranks for t in targets)))
+    startable = _startable(targets, groups, missing, room, max(0, budget_ranks - sum(t.workers * t.ranks for t in targets)))
     if gateways_behind and any(t.replicas for t in targets):
         return Batch([w for group in groups.values() for w in group.old], startable)
     pass_ = _Pass(places, missing, whole_roles)
@@ -154,6 +156,7 @@ def _groups(targets: Iterable[PoolTarget], places: Iterable[Place], missing: Map
     for name, of in group_of.items():
         groups[of].pools.append(by_name[name])
         groups[of].wanted += by_name[name].replicas * by_name[name].ranks
+        groups[of].reserve += (by_name[name].workers - by_name[name].replicas) * by_name[name].ranks
     for place in places:
         home = place.target.name if place.target is not None else place.worker.pool
         if home not in group_of and not place.replaced:
@@ -185,7 +188,7 @@ def _startable(
     targets: Iterable[PoolTarget], groups: Mapping[str, _Group], missing: Mapping[str, int], room: int, surge: int
 ) -> dict[str, int]:
     home = {t.name: name for name, group in groups.items() for t in group.pools}
-    own_room = {name: group.wanted + surge - group.alive for name, group in groups.items()}
+    own_room = {name: group.wanted + group.reserve + surge - group.alive for name, group in groups.items()}
     startable = {}
     for target in targets:
         name = home.get(target.name)

@@ -1,7 +1,7 @@
-"""Desired state on the head's disk: pools, autoscalers, labels, drains, cordons, the next worker number. SQLite, one small file.
+"""Desired state on the head's disk: pools, autoscalers, labels, spares, drains, cordons, the next worker number.
 
-Survives the coordinator actor. What is *actual* is asked of the live workers; stored of it is only what the dead cannot say any
-more: which processes served, and whose deaths are still to be told.
+SQLite, one small file. Survives the coordinator actor. What is *actual* is asked of the live workers; stored of it is only what
+the dead cannot say any more: which processes served, and whose deaths are still to be told.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coordinator.config import PoolSettings
 from coordinator.pools import kept_beat
-from coordinator.pools.records import Restart
+from coordinator.pools.records import Restart, SpareKind
 from coordinator.pools.reports import Beat, ProcessRef
 from coordinator.routing.views import Role
 from protos.ids import WorkerId
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Of the tables below; raise it with every change of one. 0: a new file, or one of before versions were written."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS pool (name TEXT PRIMARY KEY, role TEXT NOT NULL, replicas INTEGER NOT NULL CHECK (replicas >= 0),
-  engine TEXT NOT NULL);
+  engine TEXT NOT NULL, spares INTEGER NOT NULL CHECK (spares >= 0), spare_kind TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS desired
   (only INTEGER PRIMARY KEY CHECK (only = 0), version INTEGER NOT NULL, budget_ranks INTEGER NOT NULL, max_unavailable REAL);
 CREATE TABLE IF NOT EXISTS label (worker_id TEXT PRIMARY KEY, pool TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS cordoned (worker_id TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS spare (worker_id TEXT PRIMARY KEY, place TEXT);
 CREATE TABLE IF NOT EXISTS draining (worker_id TEXT PRIMARY KEY, until_unix_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS run (only INTEGER PRIMARY KEY CHECK (only = 0), run_id TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS process
@@ -43,7 +44,10 @@ CREATE TABLE IF NOT EXISTS restart (name TEXT PRIMARY KEY, how TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counter (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
 
-_OF_A_RUN = ("draining", "process", "fence", "label", "cordoned", "restart", "autoscaler", "accelerator_budget", "advisor")
+_OF_WORKERS = ("draining", "process", "label", "cordoned", "spare")
+"""Tables that know workers by their ids."""
+
+_OF_A_RUN = (*_OF_WORKERS, "fence", "restart", "autoscaler", "accelerator_budget", "advisor")
 """Tables that a new run begins empty."""
 
 
@@ -56,6 +60,14 @@ class StoredPools:
     budget_ranks: int
     max_unavailable: float | None = None
     pools: dict[str, PoolSettings]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a placed spare is reserved for: engine arguments, as in `PoolTarget`, on so many accelerators."""
+
+    engine: str
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +162,12 @@ class Store:
     def desired(self) -> StoredPools:
         """What the last `begin_run` or `put_pools` has written."""
         version, budget_ranks, share = self._db.execute("SELECT version, budget_ranks, max_unavailable FROM desired").fetchone()
-        rows = self._db.execute("SELECT name, role, replicas, engine FROM pool ORDER BY rowid")
+        rows = self._db.execute("SELECT name, role, replicas, engine, spares, spare_kind FROM pool ORDER BY rowid")
         pools = {
-            name: PoolSettings(role=Role(role), replicas=replicas, engine=json.loads(engine))
-            for name, role, replicas, engine in rows
+            name: PoolSettings(
+                role=Role(role), replicas=replicas, engine=json.loads(engine), spares=spares, spare_kind=SpareKind(kind)
+            )
+            for name, role, replicas, engine, spares, kind in rows
         }
         return StoredPools(version=version, budget_ranks=budget_ranks, max_unavailable=share, pools=pools)
 
@@ -167,8 +181,11 @@ class Store:
         version = self._count("desired")
         self._db.execute("INSERT OR REPLACE INTO desired VALUES (0, ?, ?, ?)", (version, budget_ranks, max_unavailable))
         self._db.execute("DELETE FROM pool")
-        rows = [(name, pool.role.value, pool.replicas, json.dumps(pool.engine)) for name, pool in pools.items()]
-        self._db.executemany("INSERT INTO pool VALUES (?, ?, ?, ?)", rows)
+        rows = [
+            (name, pool.role.value, pool.replicas, json.dumps(pool.engine), pool.spares, pool.spare_kind.value)
+            for name, pool in pools.items()
+        ]
+        self._db.executemany("INSERT INTO pool VALUES (?, ?, ?, ?, ?, ?)", rows)
         return version
 
     def labels(self) -> dict[WorkerId, str]:
@@ -186,6 +203,19 @@ class Store:
         """Idempotent."""
         statement = "INSERT OR IGNORE INTO cordoned VALUES (?)" if cordoned else "DELETE FROM cordoned WHERE worker_id = ?"
         self._db.execute(statement, (worker_id,))
+
+    def spares(self) -> dict[WorkerId, Place | None]:
+        """Workers that stand by, and where no engine of theirs was started, what is to be started there."""
+        rows = self._db.execute("SELECT worker_id, place FROM spare ORDER BY rowid")
+        return {WorkerId(worker): Place(**json.loads(place)) if place is not None else None for worker, place in rows}
+
+    def put_spare(self, worker_id: WorkerId, spare: bool, place: Place | None = None) -> None:
+        """Whether it stands by. Idempotent."""
+        if spare:
+            kept = json.dumps(asdict(place)) if place is not None else None
+            self._db.execute("INSERT OR REPLACE INTO spare VALUES (?, ?)", (worker_id, kept))
+        else:
+            self._db.execute("DELETE FROM spare WHERE worker_id = ?", (worker_id,))
 
     def autoscalers(self) -> dict[str, str]:
         """The policy of each autoscaled pool, JSON, in the order they were made."""
@@ -235,7 +265,7 @@ class Store:
 
     def forget(self, worker_id: WorkerId) -> None:
         """The worker is gone. Idempotent."""
-        for table in ("draining", "process", "label", "cordoned"):
+        for table in _OF_WORKERS:
             self._db.execute(f"DELETE FROM {table} WHERE worker_id = ?", (worker_id,))
         self.restarted(worker_id)
 

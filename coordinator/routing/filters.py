@@ -49,7 +49,8 @@ class Group:
 class Table:
     """The workers of one membership version, sorted once so that a decision copies nothing.
 
-    `by_incarnation` holds every worker that is not dead, draining and cordoned ones included; the rest holds ready ones alone.
+    `by_incarnation` holds every worker that is not dead, draining and cordoned ones and spares included; the rest
+    holds alone those that are to be offered something.
     """
 
     by_incarnation: dict[Incarnation, WorkerView]
@@ -62,7 +63,7 @@ class Table:
 def build_table(candidates: Iterable[Candidate], placement: Placement = Placement.ANY) -> Table:
     """Index the members, for pairs placed so. Called once per membership version."""
     alive = [c for c in candidates if c.view.state is not WorkerState.DEAD]
-    ready = [c for c in alive if c.view.state is WorkerState.READY and not c.view.cordoned]
+    ready = [c for c in alive if c.view.state is WorkerState.READY and not (c.view.cordoned or c.view.spare)]
     by_role = {role: tuple(c for c in ready if c.view.role is role) for role in Role}
     prefill_of = _by_fingerprint(by_role[Role.PREFILL])
     decode_of = _by_fingerprint(by_role[Role.DECODE])

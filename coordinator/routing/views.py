@@ -17,6 +17,8 @@ class Role(enum.StrEnum):
 
 
 class WorkerState(enum.StrEnum):
+    PLACED = "placed"
+    """A spare's place is reserved, and its engine not started."""
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -61,8 +63,8 @@ class WorkerView:
     `fingerprint` is equal for workers that can exchange KV, of whatever shape; `running`, `waiting` and `kv_usage` are as old as
     `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
     `kv_capacity_tokens` is how much KV its engine holds, live and cached together; 0: not known. A `cordoned` worker finishes
-    what it has and is offered nothing new. `node_id` is the Ray node it runs on, `rack` the value of that node's
-    `coordinator.placement.rack_label`, "" where it has none.
+    what it has and is offered nothing new, and so does a `spare`, until it is needed. `node_id` is the Ray node it runs on,
+    `rack` the value of that node's `coordinator.placement.rack_label`, "" where it has none.
     """
 
     worker_id: WorkerId
@@ -83,6 +85,7 @@ class WorkerView:
     heartbeat_age_s: float = 0.0
     kv_capacity_tokens: int = 0
     cordoned: bool = False
+    spare: bool = False
     detail: str = ""
     node_id: str = ""
     rack: str = ""

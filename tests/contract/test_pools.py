@@ -109,7 +109,7 @@ class Rig:
     async def held(self) -> list[tuple[int, int, int]]:
         """What each worker still holds of requests: legs, leases, sessions, staging; asked of the workers themselves."""
         found = []
-        for worker_id in self.cluster.fleet.members:
+        for worker_id in self.cluster.processes.keys() & self.cluster.fleet.members.keys():
             server = self.cluster.processes[worker_id].server
             async with asyncio.timeout(20):
                 await server.drained()
@@ -301,3 +301,29 @@ async def test_a_dry_run_and_a_refusal_change_nothing(rig: Rig) -> None:
     with pytest.raises(SplitpointError) as caught:
         pools.worker(WorkerId("decode-99"))
     assert caught.value.code == Code.NOT_FOUND
+
+
+@pytest.mark.parametrize("kind", ["warm", "placed"])
+async def test_a_spare_takes_over_from_a_worker_that_drains_and_no_request_notices(rig: Rig, kind: str) -> None:
+    """The coordinator is lost in between, and knows its spares again."""
+    reserve = {"role": "decode", "replicas": 2, "spares": 1, "spare_kind": kind}
+    pools, cluster = rig.cluster.pools, rig.cluster
+    pools.apply(pool_settings(prefill={"role": "prefill"}, decode=reserve))
+    await cluster.settled(rig.under_test.core)
+    [spare] = [w for w, m in cluster.fleet.members.items() if m.record.spare]
+    assert (spare in cluster.processes) is (kind == "warm")
+    async with rig.load() as answered:
+        assert spare not in {reader.ledger.decode_worker for reader in await rig.next_answers(answered)}
+        await cluster.restart_coordinator()
+        assert cluster.fleet.members[spare].record.spare
+        cluster.pools.drain(WorkerId("decode-1"), 20.0, time.monotonic(), "asked for")
+        await cluster.settled(rig.under_test.core)
+        async with asyncio.timeout(20):
+            while spare not in {reader.ledger.decode_worker for reader in await rig.next_answers(answered)}:
+                pass
+    members = cluster.fleet.members
+    serving = {w for w, m in members.items() if m.record.pool == "decode" and not m.record.spare}
+    assert serving == {"decode-2", spare}
+    [successor] = [w for w, m in members.items() if m.record.spare]
+    assert successor not in {reader.ledger.decode_worker for reader in answered}
+    assert await rig.held() == [(0, 0, 0)] * (4 if kind == "warm" else 3)

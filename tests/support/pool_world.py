@@ -18,13 +18,16 @@ from coordinator.pools.reconcile import (
     FenceWorker,
     ForgetWorker,
     ProbeWorker,
+    PromoteWorker,
     RelabelWorker,
+    ReservePlace,
     Rules,
+    StandByWorker,
     StartWorker,
     StopWorker,
     reconcile,
 )
-from coordinator.pools.records import PoolTarget
+from coordinator.pools.records import PoolTarget, SpareKind
 from coordinator.pools.reports import Beat
 from coordinator.routing.config import RoutingSettings
 from coordinator.routing.router import Router
@@ -39,6 +42,7 @@ RULES = Rules(
     max_failed_probes=3,
     restart_backoff_s=2.0,
     restart_backoff_max_s=60.0,
+    partition_grace_s=20.0,
 )
 DRAIN_TIMEOUT_S = 60.0
 TRANSPORTS = ("ucx", "grpc")
@@ -62,6 +66,8 @@ class Process:
     """It beats, and its data plane does not answer."""
     node: str = ""
     rack: str = ""
+    away: bool = False
+    """Nothing that its host sends or is sent arrives."""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -104,7 +110,7 @@ class PoolWorld:
         """A second passes: who can, beats."""
         self.now_s += 1.0
         for process in self.processes.values():
-            if not process.stopped:
+            if not (process.stopped or process.away):
                 self.fleet.heard(process.beat(), self.now_s)
         self.look()
 
@@ -116,7 +122,7 @@ class PoolWorld:
         """One pass, carried out."""
         actual = Actual(workers=self.fleet.records(), backoff=self.fleet.backoff)
         targets = list(self.targets.values())
-        budget_ranks = sum(t.replicas * t.ranks for t in targets) + self.surge_ranks
+        budget_ranks = sum(t.workers * t.ranks for t in targets) + self.surge_ranks
         limits = {"budget_ranks": budget_ranks, "max_unavailable": self.max_unavailable}
         actions = reconcile(targets, actual, self.now_s, RULES, **limits)
         for action in actions:
@@ -133,18 +139,25 @@ class PoolWorld:
     def _carry_out(self, action: Action) -> None:
         match action:
             case StartWorker():
-                self._start(self.targets[action.pool])
+                self._start(self.targets[action.pool], action.spare)
+            case PromoteWorker() | StandByWorker():
+                self._stand_by(action.worker_id, isinstance(action, StandByWorker))
+            case ReservePlace():
+                self.fleet.reserved(action.worker_id, f"node of {action.worker_id}", self.now_s)
             case DrainWorker():
                 self.fleet.drain(action.worker_id, self.now_s + DRAIN_TIMEOUT_S)
                 self.processes[action.worker_id].refusing = not self.processes[action.worker_id].stopped
             case RelabelWorker():
                 process = self.processes[action.worker_id]
                 self.fleet.relabel(action.worker_id, action.pool, action.role)
+                self._stand_by(action.worker_id, action.spare)
                 if not process.stopped:
                     process.pool, process.role = action.pool, action.role
             case ProbeWorker():
                 asked = self.processes.get(action.worker_id)
-                self.fleet.probed(action.worker_id, asked is not None and not (asked.stopped or asked.deaf), self.now_s)
+                away = asked is not None and asked.away
+                answers = asked is not None and not (asked.stopped or asked.deaf or asked.away)
+                self.fleet.probed(action.worker_id, answers, self.now_s, host_silent=away)
             case StopWorker():
                 self.died(action.worker_id, action.reason, wanted=True)
                 self.fleet.forget(action.worker_id)
@@ -154,8 +167,21 @@ class PoolWorld:
             case ForgetWorker():
                 self.fleet.forget(action.worker_id)
 
-    def _start(self, target: PoolTarget) -> None:
+    def _start(self, target: PoolTarget, spare: bool) -> None:
         self._numbers[target.name] += 1
         worker_id = WorkerId(f"{target.name}-{self._numbers[target.name]}")
-        self.processes[worker_id] = Process(worker_id, target.name, target.role, target.engine)
-        self.fleet.created(worker_id, target.name, target.role, 0, self.now_s, engine=target.engine)
+        placed = spare and target.spare_kind is SpareKind.PLACED
+        self.fleet.created(
+            worker_id, target.name, target.role, 0, self.now_s, engine=target.engine, spare=spare, placed=placed
+        )  # fmt: skip
+        if not placed:
+            self._run(worker_id)
+
+    def _stand_by(self, worker_id: WorkerId, spare: bool) -> None:
+        self.fleet.stand_by(worker_id, spare, self.now_s)
+        if worker_id not in self.processes:
+            self._run(worker_id)
+
+    def _run(self, worker_id: WorkerId) -> None:
+        record = self.fleet.members[worker_id].record
+        self.processes[worker_id] = Process(worker_id, record.pool, record.role, record.engine or "")

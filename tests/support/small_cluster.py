@@ -20,12 +20,15 @@ from coordinator.pools.reconcile import (
     DrainWorker,
     ForgetWorker,
     ProbeWorker,
+    PromoteWorker,
     RelabelWorker,
+    ReservePlace,
+    StandByWorker,
     StartWorker,
     StopWorker,
     reconcile,
 )
-from coordinator.pools.reports import GatewayReport, ProcessRef, WorkerSpec
+from coordinator.pools.reports import GatewayReport, ProcessRef
 from coordinator.pools.store import Store
 from coordinator.pools.worker_process import Host, WorkerProcess
 from coordinator.routing.views import WorkerState
@@ -80,6 +83,7 @@ class SmallCluster:
         self.pools = DesiredPools(self._settings, self.store, self.fleet, self._rules.whole_roles)
         while len(self.fleet.members) < len(self._lives):
             await self.fleet.next_change(20.0)
+        self.pools.resume_spares(time.monotonic())
         self.pools.resume_cordons()
         self.pools.resume_restarts()
         self._ready.set()
@@ -105,11 +109,21 @@ class SmallCluster:
 
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:
-            case StartWorker(pool):
-                self._start(pool, now_s)
-            case RelabelWorker(worker_id, pool, role, reason):
-                self.pools.relabel(worker_id, pool, role, reason)
-                self.processes[worker_id].relabel(pool, role)
+            case StartWorker(pool, spare):
+                worker_id = self.pools.new_worker(pool, now_s, spare=spare)
+                if not self._is_place(worker_id):
+                    self._start(worker_id)
+            case RelabelWorker(worker_id, pool, role, reason, spare):
+                self.pools.relabel(worker_id, pool, role, reason, spare=spare, now_s=now_s)
+                if not self._is_place(worker_id):
+                    self.processes[worker_id].relabel(pool, role)
+            case PromoteWorker(worker_id, reason) | StandByWorker(worker_id, reason):
+                was_place = self._is_place(worker_id)
+                self.pools.stand_by(worker_id, isinstance(action, StandByWorker), now_s, reason)
+                if was_place:
+                    self._start(worker_id)
+            case ReservePlace(worker_id):
+                self.fleet.reserved(worker_id, "n", now_s)
             case DrainWorker(worker_id, reason):
                 self.pools.drain(worker_id, self._settings.coordinator.drain_timeout_s, now_s, reason)
                 self.processes[worker_id].drain()
@@ -124,24 +138,11 @@ class SmallCluster:
             case _:
                 raise AssertionError(f"nothing here should be fenced: {action}")
 
-    def _start(self, pool: str, now_s: float) -> None:
-        target = self.pools.present.target(pool)
-        assert target is not None
-        worker_id, slot = self.store.next_worker_id(pool), self.fleet.free_slot()
-        self.fleet.created(
-            worker_id,
-            pool,
-            target.role,
-            slot,
-            now_s,
-            engine=target.engine,
-            ranks=target.ranks,
-            start_timeout_s=target.start_timeout_s,
-        )
-        spec = WorkerSpec(
-            worker_id=worker_id, pool=pool, role=target.role, slot=slot, settings=self.pools.present.settings,
-            log_dir=self._folder, engine=target.engine,
-        )  # fmt: skip
+    def _is_place(self, worker_id: WorkerId) -> bool:
+        return self.fleet.members[worker_id].record.state is WorkerState.PLACED
+
+    def _start(self, worker_id: WorkerId) -> None:
+        spec = self.pools.spec(worker_id, self._folder)
 
         async def push(beat: object) -> bool:
             return self.fleet.heard(beat, time.monotonic())  # type: ignore[arg-type]
@@ -153,8 +154,9 @@ class SmallCluster:
 
     async def _stop(self, worker_id: WorkerId, reason: str) -> None:
         self.fleet.stopping(worker_id)
-        await self.processes[worker_id].stop(reason)
-        await self._lives.pop(worker_id)
+        if worker_id in self._lives:
+            await self.processes[worker_id].stop(reason)
+            await self._lives.pop(worker_id)
         self.fleet.died(worker_id, reason, time.monotonic(), wanted=True)
 
     async def __aenter__(self) -> SmallCluster:

@@ -105,7 +105,7 @@ def test_status_as_json_has_every_field(calls: list[Any]) -> None:
     said = json.loads(done.output)
     assert said["pools"][0] == {
         "name": "decode", "role": "decode", "target": 2, "ready": 1, "starting": 0, "draining": 0, "failures": 0, "detail": "",
-        "engine_json": "",
+        "engine_json": "", "spares": 0, "spares_ready": 0, "spare_kind": "",
     }  # fmt: skip
     assert said["workers"][0]["kv_usage"] == 0.25
 

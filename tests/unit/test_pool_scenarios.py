@@ -18,12 +18,15 @@ from coordinator.pools.reconcile import (
     FenceWorker,
     ForgetWorker,
     ProbeWorker,
+    PromoteWorker,
     RelabelWorker,
+    ReservePlace,
+    StandByWorker,
     StartWorker,
     StopWorker,
     check_scale,
 )
-from coordinator.pools.records import PoolTarget
+from coordinator.pools.records import PoolTarget, Restart, SpareKind
 from coordinator.routing.breaker import PairKey
 from coordinator.routing.goals import PairRoute, Refusal, first_goals, workers_of
 from coordinator.routing.views import Placement, Role, WorkerState
@@ -33,7 +36,10 @@ from tests.support.pool_world import PoolWorld, Process
 from tests.support.scenarios import check_scenario, played
 
 FOLDER = Path(__file__).parent / "scenarios" / "pools"
-STORIES = ("breaker", "drain", "failover", "placement", "relabel", "replace", "scale", "surge")
+STORIES = (
+    "breaker", "drain", "failover", "failover_no_spare_left", "failover_placed", "failover_warm", "placement", "relabel",
+    "replace", "scale", "spares", "surge",
+)  # fmt: skip
 
 
 def counted(things: Iterable[str]) -> list[str]:
@@ -57,13 +63,18 @@ class Scenario:
     # What operators do ----------------------------------------------------------------------------------------------------
 
     def do_pools(self, *pools: str) -> list[str]:
-        """`NAME=REPLICAS[/ENGINE]`, the role is the name's beginning. A pass follows."""
+        """`NAME=REPLICAS[+SPARES:KIND][/ENGINE]`, the role is the name's beginning. A pass follows."""
         made = {}
         for pool in pools:
             name, _, size = pool.partition("=")
-            replicas, _, engine = size.partition("/")
+            counts, _, engine = size.partition("/")
+            replicas, _, reserve = counts.partition("+")
+            spares, _, kind = reserve.partition(":")
             role = next(role for role in Role if name.startswith(role))
-            made[name] = PoolTarget(name=name, role=role, replicas=int(replicas), engine=engine)
+            made[name] = PoolTarget(
+                name=name, role=role, replicas=int(replicas), engine=engine, spares=int(spares or 0),
+                spare_kind=SpareKind(kind or "warm"),
+            )  # fmt: skip
         self.world.targets = made
         return self.do_pass()
 
@@ -85,6 +96,11 @@ class Scenario:
     def do_drain(self, name: str) -> list[str]:
         """One worker is to go; a pass follows."""
         self.world.fleet.drain(WorkerId(name), self.world.now_s + 60.0)
+        return self.do_pass()
+
+    def do_restart(self, name: str) -> list[str]:
+        """One worker is to be replaced by a fresh one; a pass follows."""
+        self.world.fleet.restart(WorkerId(name), Restart.IN_PLACE)
         return self.do_pass()
 
     def do_cordon(self, name: str) -> list[str]:
@@ -132,12 +148,13 @@ class Scenario:
         return []
 
     def do_signal(self, name: str, what: str) -> list[str]:
-        """`stop`, `continue`, `deafen`, or `kill`, which is known at once."""
+        """`stop`, `continue`, `deafen`, `cut` (nothing of its host arrives), `join`, or `kill`, which is known at once."""
         if what == "kill":
             self.world.died(WorkerId(name), "its process ended")
         else:
             self.process(name).stopped = what == "stop"
             self.process(name).deaf = what == "deafen"
+            self.process(name).away = what == "cut"
         return []
 
     def do_fault(self, *names: str) -> list[str]:
@@ -159,7 +176,9 @@ class Scenario:
     def do_workers(self) -> list[str]:
         """All that are known, and what each is offered."""
         return [
-            f"{view.worker_id}: {view.pool}, {view.role}, {view.state}" + (", cordoned" if view.cordoned else "")
+            f"{view.worker_id}: {view.pool}, {view.role}, {view.state}"
+            + (", spare" if view.spare else "")
+            + (", cordoned" if view.cordoned else "")
             for view in self.world.fleet.views(self.world.now_s)
         ]
 
@@ -186,7 +205,13 @@ class Scenario:
 def shown(action: Action) -> str:
     match action:
         case StartWorker():
-            return f"start a worker of {action.pool}"
+            return f"start a {'spare' if action.spare else 'worker'} of {action.pool}"
+        case PromoteWorker():
+            return f"promote {action.worker_id}: {action.reason}"
+        case StandByWorker():
+            return f"stand by {action.worker_id}: {action.reason}"
+        case ReservePlace():
+            return f"reserve the place of {action.worker_id}"
         case DrainWorker():
             return f"drain {action.worker_id}: {action.reason}"
         case RelabelWorker():

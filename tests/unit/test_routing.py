@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_only_ready_workers_are_offered_legs(state: WorkerState) -> None:
     made = router(worker_view("p", state=state), decode_view("d"))
     assert isinstance(made.choose((PairGoal(prompt_tokens=1),), NOW), Refusal)
     assert not made.has_pair()
+
+
+def test_a_spare_is_offered_nothing_until_it_is_none_and_may_end_what_it_has() -> None:
+    spare = replace(worker_view("p1"), spare=True)
+    made = router(spare, worker_view("p2"), decode_view("d1"))
+    assert {pair(made).prefill.worker_id for _ in range(20)} == {"p2"}
+    assert isinstance(made.choose((LocalGoal(incarnation=spare.incarnation),), NOW), SoloRoute)
+    assert refused(router(spare, decode_view("d1")))
+    made.update([worker_view("p1"), decode_view("d1")])
+    assert pair(made).prefill.worker_id == "p1"
 
 
 def test_a_cordoned_worker_is_offered_nothing_new_and_may_end_what_it_has() -> None:

@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pool", "role", "state", "incarnation", "address", "running", "waiting", "leases", "kv_usage", "heartbeat_age_s", "pid", "detail", "resources", "transports", "metrics_address", "former_legs", "cordoned", "node_id", "rack")
+    __slots__ = ("worker_id", "pool", "role", "state", "incarnation", "address", "running", "waiting", "leases", "kv_usage", "heartbeat_age_s", "pid", "detail", "resources", "transports", "metrics_address", "former_legs", "cordoned", "node_id", "rack", "spare")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class WorkerStatus(_message.Message):
     CORDONED_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     RACK_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pool: str
     role: str
@@ -53,7 +54,8 @@ class WorkerStatus(_message.Message):
     cordoned: bool
     node_id: str
     rack: str
-    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ..., resources: _Optional[_Union[WorkerResources, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., former_legs: _Optional[int] = ..., cordoned: _Optional[bool] = ..., node_id: _Optional[str] = ..., rack: _Optional[str] = ...) -> None: ...
+    spare: bool
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., leases: _Optional[int] = ..., kv_usage: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ..., resources: _Optional[_Union[WorkerResources, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., former_legs: _Optional[int] = ..., cordoned: _Optional[bool] = ..., node_id: _Optional[str] = ..., rack: _Optional[str] = ..., spare: _Optional[bool] = ...) -> None: ...
 
 class WorkerResources(_message.Message):
     __slots__ = ("kv_blocks_held", "legs", "leases", "sessions", "send_staging", "receive_staging", "tasks", "open_files", "pids", "lease_states", "session_states", "memory_bytes", "device_memory_bytes")
@@ -100,7 +102,7 @@ class WorkerResources(_message.Message):
     def __init__(self, kv_blocks_held: _Optional[int] = ..., legs: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., send_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., receive_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json")
+    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json", "spares", "spares_ready", "spare_kind")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +112,9 @@ class PoolStatus(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
+    SPARES_READY_FIELD_NUMBER: _ClassVar[int]
+    SPARE_KIND_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     target: int
@@ -119,7 +124,10 @@ class PoolStatus(_message.Message):
     failures: int
     detail: str
     engine_json: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ...) -> None: ...
+    spares: int
+    spares_ready: int
+    spare_kind: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ..., spares: _Optional[int] = ..., spares_ready: _Optional[int] = ..., spare_kind: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight", "pid", "tasks", "open_files", "open_circuits", "admin_http_address", "node_id", "detail")
@@ -196,16 +204,20 @@ class ScalePoolResponse(_message.Message):
     def __init__(self, pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., plan: _Optional[_Iterable[_Union[WorkerPlan, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class PoolSpec(_message.Message):
-    __slots__ = ("name", "role", "replicas", "engine_json")
+    __slots__ = ("name", "role", "replicas", "engine_json", "spares", "spare_kind")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
+    SPARE_KIND_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     replicas: int
     engine_json: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., replicas: _Optional[int] = ..., engine_json: _Optional[str] = ...) -> None: ...
+    spares: int
+    spare_kind: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., replicas: _Optional[int] = ..., engine_json: _Optional[str] = ..., spares: _Optional[int] = ..., spare_kind: _Optional[str] = ...) -> None: ...
 
 class ApplyPoolsRequest(_message.Message):
     __slots__ = ("pools", "dry_run", "expected_version", "max_unavailable", "surge")
