@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.bench.auto_cli import auto
+from coordinator.bench.failover_cli import failover
 from coordinator.bench.routing_cli import routing
 from coordinator.bench.transfer_cli import transfer
 
@@ -21,6 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure a part of the system.")
 app.command()(transfer)
 app.command()(routing)
 app.command()(auto)
+app.command()(failover)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record, raw samples included.")]
 
