@@ -43,6 +43,7 @@ def pools(admin: Admin = DEFAULT_ADMIN, output: Output = Format.TABLE) -> None:
         "role": lambda p: p.role,
         "target": lambda p: str(p.target),
         "ready": lambda p: str(p.ready),
+        "updated": lambda p: str(p.updated),
         "spares": lambda p: f"{p.spares_ready}/{p.spares}" if p.spares or p.spares_ready else "",
         "starting": lambda p: str(p.starting),
         "draining": lambda p: str(p.draining),

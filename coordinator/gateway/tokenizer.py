@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,22 @@ from tokenizers import Tokenizer
 
 from coordinator.gateway.detokenize import Detokenizer
 from protos.errors import Code, SplitpointError, invalid
+
+
+def import_without_torch() -> None:
+    """Import `transformers` as where torch is not installed, which tokenizers do without: torch is nine tenths of that import.
+
+    For a process that computes nothing, before anything else imports either. Torch can be imported afterwards, but this
+    process's `transformers` has no models.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
+    sys.modules["torch"] = None  # type: ignore[assignment]  # documented: an import of it fails
+    try:
+        import transformers.models.auto.tokenization_auto  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 class TextTokenizer:

@@ -259,10 +259,10 @@ def _engine_json(engine: Mapping[str, Any]) -> str:
 
 
 def pool_status(
-    target: PoolTarget, engine: Mapping[str, Any], views: Sequence[WorkerView], failures: int, detail: str
+    target: PoolTarget, engine: Mapping[str, Any], views: Sequence[WorkerView], failures: int, detail: str, *, updated: int = 0
 ) -> admin_pb2.PoolStatus:
     """One pool's target beside what it has; `engine` are its own arguments, `failures` starts failed in a row, the last for
-    the reason `detail`."""
+    the reason `detail`; `updated` workers have these arguments."""
     mine = [view for view in views if view.pool == target.name]
     states = [view.state for view in mine if not view.spare or view.state is WorkerState.DRAINING]
     return admin_pb2.PoolStatus(
@@ -278,6 +278,7 @@ def pool_status(
         spares=target.workers - target.replicas,
         spares_ready=sum(view.spare and _stands_by(view) for view in mine),
         spare_kind=target.spare_kind.value,
+        updated=updated,
     )
 
 

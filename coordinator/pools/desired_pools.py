@@ -232,6 +232,11 @@ class DesiredPools:
             limit_s = target.start_timeout_s if target is not None else self._run.engine.start_timeout_s
             self._fleet.created(worker_id, pool, role, self._fleet.free_slot(), now_s, start_timeout_s=limit_s)
 
+    def updated(self, target: PoolTarget) -> int:
+        """How many workers of the pool stay and have its present engine arguments, whether they serve yet or not."""
+        have = [r for r in living(self._fleet.records()) if r.pool == target.name and not r.leaving]
+        return sum(record.engine == target.engine for record in have)
+
     def restart(self, pools: Sequence[str], *, surge: bool) -> list[WorkerId]:
         """Every worker that serves one of `pools` now is replaced by a fresh one, one of each pool at a time; they, in the order
         in which they go. `surge`: each goes when its successor serves.

@@ -178,7 +178,8 @@ class CoordinatorActor:
     def _pool_status(self, target: PoolTarget, views: Sequence[WorkerView]) -> admin_pb2.PoolStatus:
         backoff = self._fleet.backoff.get(target.name, Backoff())
         engine = self._pools.present.settings.pools[target.name].engine
-        return admin.pool_status(target, engine, views, backoff.failures, self._fleet.failures.get(target.name, ""))
+        detail, updated = self._fleet.failures.get(target.name, ""), self._pools.updated(target)
+        return admin.pool_status(target, engine, views, backoff.failures, detail, updated=updated)
 
     async def settings(self) -> Settings:
         """What it was started with."""

@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from coordinator.config import Settings
 from coordinator.gateway.membership import MembershipSnapshot
+from coordinator.gateway.tokenizer import import_without_torch
 from coordinator.pools import admin
 from coordinator.pools.gateway_process import GatewayProcess
 from coordinator.pools.process import log_to
@@ -38,6 +39,7 @@ class GatewayActor:
 
     def __init__(self, gateway_id: str, index: int, settings: Settings, log_dir: Path) -> None:
         log_to(log_dir / f"gateway-{index}.log", settings.log_format)
+        import_without_torch()  # most of what a start takes; nothing can be asked of a gateway before
         self._process = GatewayProcess(gateway_id, index, settings, poll_membership, CoordinatorBackend())
         self._start = asyncio.get_running_loop().create_task(self._process.start())
 

@@ -105,7 +105,7 @@ def test_status_as_json_has_every_field(calls: list[Any]) -> None:
     said = json.loads(done.output)
     assert said["pools"][0] == {
         "name": "decode", "role": "decode", "target": 2, "ready": 1, "starting": 0, "draining": 0, "failures": 0, "detail": "",
-        "engine_json": "", "spares": 0, "spares_ready": 0, "spare_kind": "",
+        "engine_json": "", "spares": 0, "spares_ready": 0, "spare_kind": "", "updated": 0,
     }  # fmt: skip
     assert said["workers"][0]["kv_usage"] == 0.25
 
@@ -233,6 +233,12 @@ class TestGet:
         said = json.loads(run("get", "pools", "-o", "json").output)
         assert said["version"] == "7"
         assert said["pools"][0]["name"] == "decode"
+
+    def test_pools_show_how_far_a_replacement_is(self, calls: list[Any]) -> None:
+        text = run("get", "pools", COLUMNS="200").output
+        (header,) = [line for line in text.splitlines() if "target" in line]
+        columns = header.replace("┃", " ").split()
+        assert columns.index("updated") == columns.index("ready") + 1
 
     def test_yaml_says_what_json_says(self, calls: list[Any]) -> None:
         as_yaml, as_json = (run("get", "workers", "-o", form).output for form in ("yaml", "json"))

@@ -109,6 +109,15 @@ class TestReplace:
         rig.pools.scale("prefill", 1)
         assert rig.pools.present.max_unavailable == 0.25, "nobody is left to replace"
 
+    async def test_those_that_have_the_new_arguments_are_counted_whether_they_serve_yet_or_not(self, rig: Rig) -> None:
+        target = rig.pools.present.target("decode")
+        assert target is not None
+        for number, engine in enumerate([target.engine, target.engine, "other", target.engine], 1):
+            rig.fleet.created(WorkerId(f"decode-{number}"), "decode", Role.DECODE, number, 0.0, engine=engine)
+        rig.fleet.drain(WorkerId("decode-2"), 9.0)
+        rig.fleet.died(WorkerId("decode-4"), "killed", 1.0)
+        assert rig.pools.updated(target) == 1
+
     async def test_a_surge_takes_the_accelerators_of_one_worker_of_a_changed_pool(self, rig: Rig) -> None:
         wide = rig.settings.pools["decode"].model_copy(update={"engine": {"tensor_parallel_size": 2}})
         rig.pools.apply({**rig.settings.pools, "decode": wide}, strategy=Strategy(surge=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from coordinator.gateway.detokenize import Detokenizer
 from coordinator.gateway.tokenizer import TextTokenizer
 from tests.support.gateway import eos_id, ids_of, tiny_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = "hello wörld 漢字 🇩🇪 the 👩‍💻 end \u00e9\u0301 \ufffd literal"
 
 
@@ -142,3 +146,32 @@ def test_the_real_tokenizer_at_every_split(checkpoint: Path) -> None:
         assert prompt_text[:shown] + fed(tokenizer.detokenizer(ids[:cut], skip_special_tokens=True), ids[cut:]) == TEXT
     rendered = tokenizer.render_chat([{"role": "user", "content": "hi"}])
     assert rendered.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+WITHOUT_TORCH = """
+import importlib.util, json, sys
+import json
+import subprocess
+import sys
+from pathlib import Path
+from coordinator.gateway.tokenizer import TextTokenizer, import_without_torch
+import_without_torch()
+tokenizer = TextTokenizer.load(Path(sys.argv[1]))
+ids = tokenizer.backend.encode(sys.argv[2]).ids
+print(json.dumps([ids, tokenizer.render_chat([{"role": "user", "content": sys.argv[2]}]), sorted(tokenizer.eos_token_ids)]))
+print("torch" in sys.modules, importlib.util.find_spec("torch") is not None)
+"""
+
+
+@pytest.mark.timeout(240)  # two processes import transformers, one of them with torch
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_without_torch_the_real_tokenizer_is_the_same_and_torch_stays_to_be_had(checkpoint: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(checkpoint), TEXT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    said, torch = done.stdout.splitlines()
+    tokenizer = TextTokenizer.load(checkpoint)
+    chat = tokenizer.render_chat([{"role": "user", "content": TEXT}])
+    assert json.loads(said) == [tokenizer.backend.encode(TEXT).ids, chat, sorted(tokenizer.eos_token_ids)]
+    assert torch == "False True"

@@ -102,7 +102,7 @@ class WorkerResources(_message.Message):
     def __init__(self, kv_blocks_held: _Optional[int] = ..., legs: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., send_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., receive_staging: _Optional[_Union[_kv_transfer_pb2.StagingStatus, _Mapping]] = ..., tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., lease_states: _Optional[_Mapping[str, int]] = ..., session_states: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json", "spares", "spares_ready", "spare_kind")
+    __slots__ = ("name", "role", "target", "ready", "starting", "draining", "failures", "detail", "engine_json", "spares", "spares_ready", "spare_kind", "updated")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class PoolStatus(_message.Message):
     SPARES_FIELD_NUMBER: _ClassVar[int]
     SPARES_READY_FIELD_NUMBER: _ClassVar[int]
     SPARE_KIND_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     target: int
@@ -127,7 +128,8 @@ class PoolStatus(_message.Message):
     spares: int
     spares_ready: int
     spare_kind: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ..., spares: _Optional[int] = ..., spares_ready: _Optional[int] = ..., spare_kind: _Optional[str] = ...) -> None: ...
+    updated: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., target: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., failures: _Optional[int] = ..., detail: _Optional[str] = ..., engine_json: _Optional[str] = ..., spares: _Optional[int] = ..., spares_ready: _Optional[int] = ..., spare_kind: _Optional[str] = ..., updated: _Optional[int] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "http_address", "grpc_address", "admin_address", "in_flight", "pid", "tasks", "open_files", "open_circuits", "admin_http_address", "node_id", "detail")
