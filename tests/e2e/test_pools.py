@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
@@ -132,3 +135,45 @@ def test_each_phase_scales_and_workers_change_roles_while_no_request_fails(syste
     assert labels(system) == before, "the oldest stay"
     assert len(answered) > 4 * CLIENTS
     until("idle", system.idle, 20)
+
+
+@pytest.mark.parametrize(("kind", "state"), [("warm", "ready"), ("placed", "placed")])
+def test_the_spare_of_a_killed_worker_takes_over_while_no_request_fails(system: Served, kind: str, state: str) -> None:
+    """A coordinator that was killed before knows a reserved place again, of which no process runs."""
+    first = [
+        admin_pb2.PoolSpec(name=p.name, role=p.role, replicas=p.target, engine_json=p.engine_json) for p in system.status().pools
+    ]
+    [old] = [pool for pool in first if pool.name == "decode"]
+    decode = admin_pb2.PoolSpec(name="decode", role="decode", replicas=2, engine_json=old.engine_json, spares=1, spare_kind=kind)
+    apply(system, [*(pool for pool in first if pool.name != "decode"), decode])
+    before = system.workers("decode", state="")
+    [spare] = [i for i, worker in before.items() if worker.spare]
+    assert before[spare].state == state
+    victim = next(i for i, worker in before.items() if not worker.spare)
+    if kind == "placed":
+        os.kill(system.pid_of_actor("CoordinatorActor"), signal.SIGKILL)
+        until("the coordinator is back", lambda: _settled(system), 60)
+        assert {i: w.spare for i, w in system.workers("decode", state="").items()} == {i: w.spare for i, w in before.items()}
+    with load(system) as answered:
+        os.kill(before[victim].pid, signal.SIGKILL)
+        until("the spare serves", lambda: spare in serving(system) and victim not in serving(system), 60)
+        count = len(answered)
+        until("requests are answered", lambda: len(answered) > count + 2 * CLIENTS, 60)
+        until("settled", lambda: _settled(system), 60)
+    after = system.workers("decode", state="")
+    assert set(after) - set(before) == {i for i, worker in after.items() if worker.spare}
+    [pool] = [p for p in system.status().pools if p.name == "decode"]
+    assert (pool.ready, pool.spares, pool.spares_ready, pool.spare_kind) == (2, 1, 1, kind)
+    apply(system, first)
+    until("idle", system.idle, 20)
+
+
+def serving(served: Served) -> set[str]:
+    return {i for i, worker in served.workers("decode").items() if not worker.spare}
+
+
+def _settled(served: Served) -> bool:
+    try:
+        return not served.status().unsettled
+    except grpc.RpcError:
+        return False
