@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-declare -A budget_min=([unit]=3 [contract]=13 [property]=2 [engine]=8 [e2e]=31)
+declare -A budget_min=([unit]=4 [contract]=14 [property]=1 [engine]=6 [e2e]=34)
 tiers=("$@")
 [ ${#tiers[@]} -gt 0 ] || tiers=(unit contract property engine e2e)
 for tier in "${tiers[@]}"; do
