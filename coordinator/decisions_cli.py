@@ -51,6 +51,7 @@ def _columns(output: Format) -> dict[str, Any]:
     if output is Format.WIDE:
         columns |= {
             "gateway": lambda row: row[0],
+            "worker": lambda row: row[1].solo_role,
             "answer": lambda row: str(row[1].output_tokens),
             "TTFT of": lambda row: f"{row[1].ttft_s * 1e3:.1f} of {row[1].slo_ttft_s * 1e3:g} ms" if row[1].measured else "",
             "TPOT of": lambda row: f"{row[1].tpot_s * 1e3:.2f} of {row[1].slo_tpot_s * 1e3:g} ms" if row[1].measured else "",

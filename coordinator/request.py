@@ -58,7 +58,7 @@ from coordinator.routing.goals import (
     with_last_resort,
     workers_of,
 )
-from coordinator.routing.views import WorkerView
+from coordinator.routing.views import Role, WorkerView
 from engine.handover import decode_params, forwarding_refusal, prefill_params
 from protos.errors import Code, SplitpointError
 from protos.ids import AttemptId, Incarnation
@@ -107,15 +107,15 @@ class Request:
         """The last events, oldest first, for the log line of a fault."""
         return list(self._story)
 
-    def take_path(self, path: str) -> None:
-        """Of a request that has not started: it is to take this path.
+    def take_path(self, path: str, solo_role: Role | None = None) -> None:
+        """Of a request that has not started: it is to take this path, as a whole on a worker of `solo_role` where there is one.
 
         Raises:
             InvalidTransition: it has.
         """
         if self.state is not State.NEW:
             raise InvalidTransition(self.state, f"take_path {path}", self._story)
-        self.spec = replace(self.spec, path=path)
+        self.spec = replace(self.spec, path=path, solo_role=solo_role)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event.
@@ -163,6 +163,7 @@ class Request:
                 transport=spec.transport,
                 strict=spec.strict,
                 pools=spec.pools,
+                solo_role=spec.solo_role,
             )
         )
 

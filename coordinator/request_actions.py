@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.routing.goals import Goal, Route
-from coordinator.routing.views import WorkerView
+from coordinator.routing.views import Role, WorkerView
 from engine.sampling import SamplingParams
 from protos.errors import SplitpointError
 from protos.ids import AttemptId, Capability, TransferId, new_attempt_id, new_capability, new_transfer_id
@@ -21,7 +21,7 @@ class RequestSpec:
     """One choice, as submitted. `strict` refuses every computation of a split request's prompt but prefill's.
 
     `extra_attempts` is how often another route may be taken, before and after the first token together. `pools`, where not empty,
-    are the only ones that may serve it, whatever fails.
+    are the only ones that may serve it, whatever fails. `solo_role`: the label of the worker that a whole request is meant for.
     """
 
     prompt_token_ids: Sequence[int]
@@ -32,6 +32,7 @@ class RequestSpec:
     pools: frozenset[str] = frozenset()
     strict: bool = False
     extra_attempts: int = 2
+    solo_role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,15 +128,15 @@ class World:
 
     def _arrived(self, request: _Request, path: str) -> None:
         router, phases, prompt_tokens = self.chooser.router, self.chooser.phases, len(request.planned.prompt_token_ids)
-        output_tokens = request.planned.output_tokens
+        output_tokens, role = request.planned.output_tokens, None
         asked = router.ask(request.planned.prompt_token_ids)
         if path == AUTO:
             request.decision = self.chooser.decide(
                 request.name, asked, self._objective, max_tokens=output_tokens, now_s=self.now_s
             )
             assert request.decision is not None
-            path = request.decision.path
-        goals = first_goals(path, prompt_tokens=prompt_tokens, transport=None, strict=path == SPLIT)
+            path, role = request.decision.path, request.decision.solo_role
+        goals = first_goals(path, prompt_tokens=prompt_tokens, transport=None, strict=path == SPLIT, solo_role=role)
         route = router.choose(goals, self.now_s, asked)
         assert not isinstance(route, Refusal), route
         request.leg = request.name

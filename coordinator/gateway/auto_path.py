@@ -160,6 +160,7 @@ def _decision(decision: Decision) -> admin_pb2.PathDecision:
         tpot_s=measured.tpot_s if measured is not None else 0.0,
         stress=measured.against(decision.objective) if measured is not None else 0.0,
         lost_by=decision.lost_by(),
+        solo_role=decision.solo_role.value if decision.solo_role is not None else "",
     )
 
 

@@ -174,7 +174,7 @@ class RunningChoice:
         decision = self._decision = self._core.paths.decide(self.submission, self._prompt.ask, self._clock())
         # Where no worker can take it on either path, routing says why.
         path = self._ledger.path = decision.path if decision is not None else SPLIT
-        self._request.take_path(path)
+        self._request.take_path(path, decision.solo_role if decision is not None else None)
         if decision is not None:
             predicted = decision.predicted[path]
             self._ledger.path_reason, self._ledger.objective_source = decision.why, decision.objective.source

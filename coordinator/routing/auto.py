@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from coordinator.routing.views import Role
 
 SPLIT = "split"
 COLOCATED = "colocated"
@@ -216,7 +218,8 @@ class Misses(NamedTuple):
 class Decision:
     """One choice with everything it came from. `why`: "predicted", "held" (by hysteresis), "explored", "only_path".
 
-    `predicted` is corrected by what was measured on each path until then.
+    `predicted` is corrected by what was measured on each path until then. `solo_role`: the label of the worker that a whole request
+    is meant for.
     """
 
     request_id: str = ""
@@ -227,6 +230,7 @@ class Decision:
     loads: Mapping[str, PathLoad]
     predicted: Mapping[str, Times]
     misses: Mapping[str, Misses]
+    solo_role: Role | None = None
     measured: Times | None = None
 
     def lost_by(self) -> float:
@@ -299,6 +303,16 @@ class AutoPath:
     def seen(self, path: str) -> int:
         """How many requests the path's correction comes from."""
         return self._corrections[path].seen
+
+    def best_of(self, path: str, loads: Sequence[PathLoad], work: Work, objective: Objective) -> int:
+        """Which of several places on one path, by its place in `loads`: the one that adds the fewest misses, and of those that are
+        as good the one where the request uses less of its objective."""
+        if len(loads) == 1:
+            return 0
+        times = [self.predicted(path, load, work) for load in loads]
+        added = [sum(self._misses(path, load, work, each, objective)) for load, each in zip(loads, times, strict=True)]
+        as_good = [place for place, misses in enumerate(added) if misses <= min(added) + TIE]
+        return min(as_good, key=lambda place: times[place].against(objective))
 
     def decide(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from coordinator.routing.views import WorkerView
+from coordinator.routing.views import Role, WorkerView
 from protos.errors import Code, SplitpointError
 from protos.ids import Incarnation
 
@@ -34,10 +34,11 @@ class LocalGoal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloGoal:
-    """One worker for the whole request, of `pools` where that is not empty."""
+    """One worker for the whole request, of `pools` where that is not empty, and with this `role` where one is named."""
 
     exclude: frozenset[Incarnation] = frozenset()
     pools: frozenset[str] = frozenset()
+    role: Role | None = None
 
 
 Goal = PairGoal | LocalGoal | SoloGoal
@@ -99,12 +100,19 @@ its breaker would keep it out after it has come back."""
 
 
 def first_goals(
-    path: str, *, prompt_tokens: int, transport: str | None, strict: bool, pools: frozenset[str] = frozenset()
+    path: str,
+    *,
+    prompt_tokens: int,
+    transport: str | None,
+    strict: bool,
+    pools: frozenset[str] = frozenset(),
+    solo_role: Role | None = None,
 ) -> tuple[Goal, ...]:
-    """What a new request asks for. A strict split request takes a pair or nothing."""
+    """What a new request asks for. A strict split request takes a pair or nothing; one for a single worker first looks among those
+    of `solo_role`."""
     solo = SoloGoal(pools=pools)
     if path == "colocated":
-        return (solo,)
+        return (solo,) if solo_role is None else (replace(solo, role=solo_role), solo)
     pair = PairGoal(prompt_tokens=prompt_tokens, transport=transport, pools=pools)
     return (pair,) if strict else (pair, solo)
 
@@ -140,7 +148,9 @@ def goals_after_failure(
     if strict:
         return (pair,)
     goals: list[Goal] = [pair]
-    if failed.route.decode.incarnation not in failed.exclude:
+    # Full staging keeps KV out and not work: that engine can compute the prompt, and has no queue of prompts before it.
+    kept_out = failed.on_decode and failed.code is Code.STAGING_FULL
+    if kept_out or failed.route.decode.incarnation not in failed.exclude:
         goals.append(LocalGoal(incarnation=failed.route.decode.incarnation))
     goals.append(SoloGoal(exclude=failed.exclude, pools=pools))
     return tuple(goals)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from coordinator.routing.auto import COLOCATED, SPLIT, AutoPath, Decision, Objective, PathLoad, Times, Work
-from coordinator.routing.goals import PairGoal, SoloGoal
+from coordinator.routing.goals import PairGoal, Route, SoloGoal
 from coordinator.routing.phases import Answer, PhaseBook
 from coordinator.routing.policies import Ask
 from coordinator.routing.router import Router
+from coordinator.routing.views import Role
 
 OUTPUT_RATE = 0.02
 """The weight of one answer in what answers to such a limit are expected to be long."""
@@ -52,17 +53,27 @@ class PathChooser:
         pools: frozenset[str] = frozenset(),
     ) -> Decision | None:
         """The path of a request that starts now; None where no worker can take it on either."""
+        work = Work(prompt_tokens=ask.tokens, output_tokens=self._lengths.expected(max_tokens))
         loads: dict[str, PathLoad] = {}
-        pair = PairGoal(prompt_tokens=ask.tokens, transport=transport, pools=pools)
-        for path, goal in ((SPLIT, pair), (COLOCATED, SoloGoal(pools=pools))):
-            route = self.router.preview(goal, now_s, ask)
-            if route is not None:
-                # Prompts on an engine that decodes are those of whole requests, whichever path this request takes.
-                loads[path] = self.phases.load(route, self.auto.times[COLOCATED].prompt_token_s, now_s)
+        pair = self.router.preview(PairGoal(prompt_tokens=ask.tokens, transport=transport, pools=pools), now_s, ask)
+        if pair is not None:
+            loads[SPLIT] = self._load(pair, now_s)
+        solos = self.router.preview_solo(SoloGoal(pools=pools), now_s, ask)
+        role: Role | None = None
+        if solos:
+            found = [self._load(each, now_s) for each in solos]
+            place = self.auto.best_of(COLOCATED, found, work, objective)
+            loads[COLOCATED], role = found[place], solos[place].worker.role
         if not loads:
             return None
-        work = Work(prompt_tokens=ask.tokens, output_tokens=self._lengths.expected(max_tokens))
-        return self.auto.decide(work, objective, loads, draw=draw_of(request_id), request_id=request_id)
+        decision = self.auto.decide(work, objective, loads, draw=draw_of(request_id), request_id=request_id)
+        if decision.path == COLOCATED:
+            decision.solo_role = role
+        return decision
+
+    def _load(self, route: Route, now_s: float) -> PathLoad:
+        # Prompts on an engine that decodes are those of whole requests, whichever path this request takes.
+        return self.phases.load(route, self.auto.times[COLOCATED].prompt_token_s, now_s)
 
     def answer(self, objective: Objective, *, max_tokens: int) -> Answer:
         """What `phases` is told of a request's answer, whichever way its path was chosen."""

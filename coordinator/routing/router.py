@@ -13,7 +13,7 @@ from coordinator.routing.filters import PROMPT_EXCEEDS_TRANSFER, Table, build_ta
 from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute, workers_of
 from coordinator.routing.pairs import PairFinder
 from coordinator.routing.policies import Ask, LeastLoaded, Policy, PowerOfTwo, RoundRobin, SessionAffinity
-from coordinator.routing.policy import Candidate, LoadBook
+from coordinator.routing.policy import Accept, Candidate, LoadBook
 from coordinator.routing.prefix_aware import PrefixAware
 from coordinator.routing.prefix_index import PrefixIndex, block_hashes
 from coordinator.routing.views import Role, WorkerState, WorkerView
@@ -55,7 +55,8 @@ class Router:
         self._table = build_table(candidates, self._settings.placement)
         by_role = self._table.by_role
         self._tiers = [tuple(c for role in tier for c in by_role[role]) for tier in self._settings.colocated_roles]
-        self._policy.members(candidates, (*self._tiers, *(group.prefill.members for group in self._table.groups)))
+        asked = (*self._tiers, *by_role.values(), *(group.prefill.members for group in self._table.groups))
+        self._policy.members(candidates, asked)
         self._decode_policy.members(candidates, [group.decode.members for group in self._table.groups])
         if self._follow_workers:
             ends = [c.view.transports for role in (Role.PREFILL, Role.DECODE) for c in by_role[role]]
@@ -116,6 +117,20 @@ class Router:
             return None
         return replace(route, expected_cached_tokens=self._policy.expected(workers_of(route)[0], ask))
 
+    def preview_solo(self, goal: SoloGoal, now_s: float, ask: Ask) -> list[SoloRoute]:
+        """`preview` of the whole request on one worker of each role that is offered such requests now.
+
+        Tokens compare workers of one role: those of a queued prompt take longer than as many that are under way in an answer.
+        """
+        accept = leg_filter(self.breakers, goal.exclude, now_s, goal.pools)
+        for override in rounds(self.breakers):
+            for roles in self._settings.colocated_roles:
+                tiers = (self._table.by_role[role] for role in roles)
+                views = [self._one_of(tier, ask, accept, now_s, Counter(), override=override) for tier in tiers]
+                if found := [view for view in views if view is not None]:
+                    return [SoloRoute(worker=v, expected_cached_tokens=self._policy.expected(v, ask)) for v in found]
+        return []
+
     def prompt_computed(self, incarnation: Incarnation, ask: Ask, *, expected_cached_tokens: int, cached_tokens: int) -> None:
         """A worker has computed a prompt, and says how much of it was cached; its route expected so much."""
         if isinstance(self._policy, PrefixAware):
@@ -147,13 +162,27 @@ class Router:
 
     def _solo(self, goal: SoloGoal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
         accept = leg_filter(self.breakers, goal.exclude, now_s, goal.pools)
+        tiers = self._tiers if goal.role is None else [self._table.by_role[goal.role]]
         for override in rounds(self.breakers):
-            for tier in self._tiers:
-                own, counted = (overridden(accept), Counter[str]()) if override else (accept, reasons)
-                best = self._policy.pick(tier, ask, own, counted, now_s)
-                if best is not None:
-                    return SoloRoute(worker=best.candidate.view, notes=tuple(notes))
+            for tier in tiers:
+                worker = self._one_of(tier, ask, accept, now_s, reasons, override=override)
+                if worker is not None:
+                    return SoloRoute(worker=worker, notes=tuple(notes))
         return None
+
+    def _one_of(
+        self,
+        tier: Sequence[Candidate],
+        ask: Ask,
+        accept: Accept | None,
+        now_s: float,
+        reasons: Counter[str],
+        *,
+        override: bool,
+    ) -> WorkerView | None:
+        own, counted = (overridden(accept), Counter[str]()) if override else (accept, reasons)
+        best = self._policy.pick(tier, ask, own, counted, now_s)
+        return best.candidate.view if best is not None else None
 
     def _tell_breakers(self, route: Route, now_s: float) -> Route:
         if not self.breakers:

@@ -22,7 +22,7 @@ from coordinator.routing.auto import (
     Work,
 )
 from coordinator.routing.config import RoutingSettings
-from coordinator.routing.goals import PairRoute, SoloRoute
+from coordinator.routing.goals import PairRoute, SoloGoal, SoloRoute
 from coordinator.routing.path_choice import PathChooser, draw_of
 from coordinator.routing.phases import NEIGHBOURS, WINDOW_S, Answer, PhaseBook
 from coordinator.routing.policies import Ask
@@ -59,6 +59,43 @@ def test_an_idle_system_computes_whole_and_a_busy_decode_worker_sends_prompts_aw
         made.phases.prompt_sent(f"p{number}", P.incarnation, 10, decodes=False)
         made.router.load.charge(P.incarnation, 200)
     assert decide(made) == SPLIT
+
+
+def test_a_whole_request_goes_where_it_meets_its_objective_and_not_where_the_tokens_are_fewer() -> None:
+    made = chooser()
+    for number in range(4):
+        # Four seconds of prompts wait at the prefill worker; ten short answers under way weigh more tokens at the other.
+        made.phases.prompt_sent(f"p{number}", P.incarnation, 1000, decodes=False)
+        made.router.load.charge(P.incarnation, 1000)
+    for number in range(10):
+        made.phases.decode_sent(f"d{number}", D.incarnation)
+        made.router.load.charge(D.incarnation, 500)
+    fewest = made.router.choose((SoloGoal(),), 1.0, ASK)
+    assert isinstance(fewest, SoloRoute) and fewest.worker == P
+    assert decide(made) == COLOCATED
+    decision = made.auto.log[-1]
+    assert decision.solo_role is Role.DECODE
+    assert decision.loads[COLOCATED].queued_tokens == 0
+    assert decision.predicted[SPLIT].ttft_s > 4.0 > 1.0 > decision.predicted[COLOCATED].ttft_s
+
+
+def test_of_two_places_that_add_no_miss_the_one_with_more_room_is_taken() -> None:
+    made = chooser()
+    made.phases.prompt_sent("a", D.incarnation, 200, decodes=True)
+    made.router.load.charge(D.incarnation, 1)
+    made.router.load.charge(P.incarnation, 2)
+    assert decide(made) == COLOCATED
+    assert made.auto.log[-1].solo_role is Role.PREFILL, "its queue is empty"
+
+
+def test_a_request_that_is_split_names_no_worker_of_its_own() -> None:
+    made = chooser()
+    for number in range(20):
+        for view in (P, D):
+            made.phases.decode_sent(f"{view.pool}{number}", view.incarnation)
+        made.phases.prompt_sent(f"w{number}", D.incarnation, 100, decodes=True)
+    assert decide(made, max_tokens=500) == SPLIT
+    assert made.auto.log[-1].solo_role is None
 
 
 def test_only_what_can_be_taken_is_decided_on() -> None:

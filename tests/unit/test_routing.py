@@ -21,6 +21,7 @@ from coordinator.routing.goals import (
     SoloRoute,
     first_goals,
     goals_after_failure,
+    workers_of,
 )
 from coordinator.routing.pairs import PairFinder
 from coordinator.routing.router import Router
@@ -149,6 +150,37 @@ def test_whole_requests_go_to_colocated_workers_first() -> None:
     for _ in range(100):
         seen[made.choose((SoloGoal(),), NOW).worker.worker_id] += 1  # type: ignore[union-attr]
     assert min(seen["p"], seen["d"]) > 25, "the same two workers serve both paths"
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "power_of_two", "round_robin", "prefix_aware", "session_affinity"])
+def test_a_label_for_a_whole_request_is_kept_while_some_worker_has_it(policy: str) -> None:
+    made = router(worker_view("p1"), worker_view("p2", running=9), decode_view("d", running=90), policy=policy)
+    ask = made.ask(range(64), "session")
+    goals = first_goals("colocated", prompt_tokens=64, transport=None, strict=False, solo_role=Role.DECODE)
+    assert {workers_of(made.choose(goals, NOW, ask))[0].worker_id for _ in range(20)} == {"d"}  # type: ignore[arg-type]
+    found = made.preview_solo(SoloGoal(), NOW, ask)
+    assert [route.worker.role for route in found] == [Role.DECODE, Role.PREFILL], "one of each label, as the tier has them"
+    made.update([worker_view("p1"), decode_view("d", state=WorkerState.DRAINING)])
+    assert workers_of(made.choose(goals, NOW, ask))[0].worker_id == "p1"  # type: ignore[arg-type]
+    assert [route.worker.worker_id for route in made.preview_solo(SoloGoal(), NOW, ask)] == ["p1"]
+
+
+def test_labels_of_later_tiers_and_suspected_workers_are_offered_where_nobody_else_is_left() -> None:
+    made = router(worker_view("p"), decode_view("d"), worker_view("c", Role.COLOCATED), breaker_failures=1)
+    ask = made.ask(range(8))
+
+    def offered(**goal) -> list[str]:
+        return [route.worker.worker_id for route in made.preview_solo(SoloGoal(**goal), NOW, ask)]
+
+    assert offered() == ["c"]
+    assert offered(pools=frozenset({"prefill"})) == ["p"]
+    assert offered(exclude=frozenset({worker_view("c").incarnation})) == ["d", "p"]
+    made.breakers.failed(worker_view("c").incarnation, NOW)
+    made.breakers.failed(worker_view("d").incarnation, NOW)
+    assert offered() == ["p"], "a healthy worker of a later tier goes before a suspected one"
+    made.breakers.failed(worker_view("p").incarnation, NOW)
+    assert offered() == ["c"], "with everybody suspected the order is the tiers' again"
+    assert offered(pools=frozenset({"nobody"})) == []
 
 
 def test_local_goal_needs_the_very_worker_ready() -> None:
@@ -319,7 +351,7 @@ PAIR = PairRoute(prefill=P, decode=D, transport="ucx")
         (Code.QUEUE_FULL, False, {P.incarnation}, [PairGoal, LocalGoal, SoloGoal]),
         (Code.TRANSFER_FAILED, True, {P.incarnation}, [PairGoal, LocalGoal, SoloGoal]),
         (Code.WORKER_LOST, True, {D.incarnation}, [PairGoal, SoloGoal]),
-        (Code.STAGING_FULL, True, {D.incarnation}, [PairGoal, SoloGoal]),
+        (Code.STAGING_FULL, True, {D.incarnation}, [PairGoal, LocalGoal, SoloGoal]),
     ],
 )
 def test_goals_after_a_failed_pair(code: Code, on_decode: bool, exclude: set, kinds: list[type]) -> None:

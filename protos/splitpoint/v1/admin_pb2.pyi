@@ -618,7 +618,7 @@ class PathPrediction(_message.Message):
     def __init__(self, path: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., stress: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., prompt_share: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., own_misses: _Optional[float] = ..., others_misses: _Optional[float] = ...) -> None: ...
 
 class PathDecision(_message.Message):
-    __slots__ = ("request_id", "path", "reason", "prompt_tokens", "output_tokens", "slo_ttft_s", "slo_tpot_s", "predictions", "measured", "ttft_s", "tpot_s", "stress", "lost_by", "objective_source")
+    __slots__ = ("request_id", "path", "reason", "prompt_tokens", "output_tokens", "slo_ttft_s", "slo_tpot_s", "predictions", "measured", "ttft_s", "tpot_s", "stress", "lost_by", "objective_source", "solo_role")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -633,6 +633,7 @@ class PathDecision(_message.Message):
     STRESS_FIELD_NUMBER: _ClassVar[int]
     LOST_BY_FIELD_NUMBER: _ClassVar[int]
     OBJECTIVE_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SOLO_ROLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     path: str
     reason: str
@@ -647,7 +648,8 @@ class PathDecision(_message.Message):
     stress: float
     lost_by: float
     objective_source: str
-    def __init__(self, request_id: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., predictions: _Optional[_Iterable[_Union[PathPrediction, _Mapping]]] = ..., measured: _Optional[bool] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., stress: _Optional[float] = ..., lost_by: _Optional[float] = ..., objective_source: _Optional[str] = ...) -> None: ...
+    solo_role: str
+    def __init__(self, request_id: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., predictions: _Optional[_Iterable[_Union[PathPrediction, _Mapping]]] = ..., measured: _Optional[bool] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., stress: _Optional[float] = ..., lost_by: _Optional[float] = ..., objective_source: _Optional[str] = ..., solo_role: _Optional[str] = ...) -> None: ...
 
 class PathCorrection(_message.Message):
     __slots__ = ("path", "ttft_factor", "tpot_factor", "measured")
