@@ -186,6 +186,27 @@ class Settings(BaseModel):
             raise ConfigError(problems)
         return self
 
+    @model_validator(mode="after")
+    def _gateways_are_found(self) -> Settings:
+        if self.coordinator.placement.gateways == "head":
+            return self
+        hosts = {f"gateway.{name}_host": getattr(self.gateway, f"{name}_host") for name in self.gateway_doors}
+        problems = [
+            f'{path} is {host}: with coordinator.placement.gateways = "spread" it is "auto", each node\'s own address, or 0.0.0.0'
+            for path, host in hosts.items()
+            if host not in EVERY_NODE
+        ]
+        if self.coordinator.ray_address == "embedded":
+            problems.append('coordinator.placement.gateways is "spread": an embedded Ray has one node')
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+    @property
+    def gateway_doors(self) -> tuple[str, ...]:
+        """Those of `GATEWAY_PORTS` that gateways have."""
+        return tuple(name for name in GATEWAY_PORTS if getattr(self.gateway, f"{name}_port") is not None)
+
     def with_pools(self, pools: Mapping[str, PoolSettings]) -> Settings:
         """The same configuration with other pools.
 
@@ -217,6 +238,10 @@ def _with(part: Any, **fields: Any) -> Any:
 
 GATEWAY_PORTS = ("http", "grpc", "admin", "admin_http")
 """What a gateway listens on: each has its `_host` and its `_port`."""
+AUTO_HOST = "auto"
+"""The address of a gateway's own node in the cluster."""
+EVERY_NODE = (AUTO_HOST, "0.0.0.0", "::")
+"""Hosts by which a gateway can listen on any node."""
 
 
 def gateway_port(port: int | None, index: int) -> int:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from coordinator import manifest
-from coordinator.config import GATEWAY_PORTS, Settings, gateway_port
+from coordinator.config import AUTO_HOST, GATEWAY_PORTS, Settings, gateway_port
 from coordinator.pools.config import DurableGcs
 from coordinator.pools.ray_cluster import HEAD, NAMESPACE, Cluster, joined
 from coordinator.pools.reach import interfaces, loopback_settings
@@ -222,9 +222,10 @@ def _check_ports(settings: Settings) -> None:
         for name in GATEWAY_PORTS
     ]
     doors.append(("coordinator.metrics_port", coordinator.metrics_host, coordinator.metrics_port or 0))
-    for field, host, port in doors:
+    for field, configured, port in doors:
         if not port:
             continue
+        host = coordinator.node_ip if configured == AUTO_HOST else configured
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -309,6 +309,8 @@ def status(
                 tasks=g.tasks,
                 open_files=g.open_files,
                 open_circuits=g.open_circuits,
+                node_id=g.node_id,
+                detail=g.detail,
             )
             for g in gateways
         ],

@@ -22,6 +22,11 @@ class PlacementSettings(BaseModel):
         "and decode workers in pairs.",
     )
     rack_label: str = Field("splitpoint/rack", description="The Ray node label that names a node's rack, for same_rack.")
+    gateways: Literal["head", "spread"] = Field(
+        "head",
+        description='"head": beside the coordinator. "spread": over all nodes, one after the other; their hosts are then "auto" '
+        "or 0.0.0.0, and each is found at its own node's address.",
+    )
     pool_labels: dict[str, dict[str, str]] = Field(
         default_factory=dict, description="By pool: Ray node labels that a node must have to get its workers."
     )

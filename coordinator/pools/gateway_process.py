@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
 
 from coordinator import path_model
-from coordinator.config import Settings, gateway_port, served_model_name
+from coordinator.config import AUTO_HOST, EVERY_NODE, Settings, gateway_port, served_model_name
 from coordinator.gateway.core import GatewayCore
 from coordinator.gateway.frontend import FrontEnd, ServedModel
 from coordinator.gateway.grpc_front import build_grpc_server, server_options
@@ -45,7 +45,21 @@ _CLOSE_GRACE_S = 2.0
 class GatewayProcess:
     """`await start()`, `report()` as often as wanted, `await drain()`, `await stop()`. One event loop owns it."""
 
-    def __init__(self, gateway_id: str, index: int, settings: Settings, poll: Poll, admin: AdminBackend) -> None:
+    def __init__(
+        self,
+        gateway_id: str,
+        index: int,
+        settings: Settings,
+        poll: Poll,
+        admin: AdminBackend,
+        *,
+        node_id: str = "",
+        node_ip: str = "",
+    ) -> None:
+        """`node_ip` is the address of its node in the cluster: what host "auto" is, and what is advertised for a host that means
+        every address. Without it there is no "auto", and addresses are advertised as they are bound."""
+        self._node_id = node_id
+        self._node_ip = node_ip
         self._id = gateway_id
         self._index = index
         self._settings = settings
@@ -102,7 +116,7 @@ class GatewayProcess:
         reflection.enable_server_reflection((service, reflection.SERVICE_NAME), admin_server)
         await self._start_grpc(admin_server, "admin", settings.admin_host, settings.admin_port)
         if settings.admin_http_port is not None:
-            app = build_admin_app(self._admin, model=name, host=settings.admin_http_host)
+            app = build_admin_app(self._admin, model=name, host=self._bound(settings.admin_http_host))
             self._start_http(app, "admin_http", settings.admin_http_host, settings.admin_http_port)
         log.info("gateway %s serves %s at %s", self._id, name, self._addresses)
 
@@ -130,6 +144,7 @@ class GatewayProcess:
             open_circuits=tuple(self.core.open_circuits()),
             loads=self.core.loads(),
             lacking=dict(self.core.pool_loads.lacking),
+            node_id=self._node_id,
         )
 
     def _requests(self) -> list[admin_pb2.RequestStatus]:
@@ -171,20 +186,28 @@ class GatewayProcess:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start_http(self, app: ASGIApp, name: str, host: str, port: int) -> None:
-        listener = _listen(host, self._port(port))
+        listener = _listen(self._bound(host), self._port(port))
         config = uvicorn.Config(
             app, loop="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(_CLOSE_GRACE_S)
         )
         server = uvicorn.Server(config)
         self._http_servers[name] = server
         self._spawn(_serve_http(server, listener), name)
-        self._addresses[name] = host_port(host, listener.getsockname()[1])
+        self._addresses[name] = host_port(self._advertised(host), listener.getsockname()[1])
 
     async def _start_grpc(self, server: grpc.aio.Server, name: str, host: str, port: int) -> None:
-        bound = server.add_insecure_port(host_port(host, self._port(port)))
+        bound = server.add_insecure_port(host_port(self._bound(host), self._port(port)))
         await server.start()
         self._servers[name] = server
-        self._addresses[name] = host_port(host, bound)
+        self._addresses[name] = host_port(self._advertised(host), bound)
+
+    def _bound(self, host: str) -> str:
+        if host == AUTO_HOST and not self._node_ip:
+            raise ValueError(f"host {AUTO_HOST!r}: the address of this node is not known")
+        return self._node_ip if host == AUTO_HOST else host
+
+    def _advertised(self, host: str) -> str:
+        return self._node_ip if self._node_ip and host in EVERY_NODE else host
 
     def _port(self, port: int) -> int:
         return gateway_port(port, self._index)

@@ -68,6 +68,13 @@ def choose(
     return Choice(min(roomy, key=lambda n: _crowd(n, pool, placed)))
 
 
+def choose_gateway(nodes: Sequence[Node], taken: Sequence[str], *, silent: Collection[str], here: str) -> Node | None:
+    """The node for another gateway: the one with the fewest, `here` before others. `taken`: the node of each gateway there is, by
+    id; nodes of `silent` get none. None: there is no node."""
+    able = [node for node in nodes if node.node_id not in silent]
+    return min(able, key=lambda n: (taken.count(n.node_id), n.node_id != here, n.node_id), default=None)
+
+
 def _beside(
     partner: Role, role: Role, nodes: Sequence[Node], roomy: Sequence[Node], placed: Sequence[Placed], rules: PlacementSettings
 ) -> Choice:

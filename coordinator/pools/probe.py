@@ -35,7 +35,7 @@ async def probe(view: WorkerView, timeout_s: float, tls: TlsSettings | None) -> 
     """One round trip on the worker's own server; another incarnation at that address does not count. Takes at most twice
     `timeout_s`. The host is asked first: a worker is only held to have failed while the network was there."""
     fault = await dial(view.address, timeout_s)
-    if isinstance(fault, TimeoutError) or (fault is not None and fault.errno in _SILENT):
+    if is_silence(fault):
         log.info("probe of %s: its host is silent", view.worker_id)
         return Answer.NOTHING
     async with open_channel(view.address, tls, CHANNEL_OPTIONS) as channel:
@@ -47,6 +47,11 @@ async def probe(view: WorkerView, timeout_s: float, tls: TlsSettings | None) -> 
             log.info("probe of %s: %s", view.worker_id, error.code().name)
             return Answer.HOST
         return Answer.WORKER if reply.incarnation == view.incarnation else Answer.HOST
+
+
+def is_silence(fault: OSError | None) -> bool:
+    """What `dial` found is that nobody is there, not even the host."""
+    return isinstance(fault, TimeoutError) or (fault is not None and fault.errno in _SILENT)
 
 
 async def dial(address: str, timeout_s: float) -> OSError | None:

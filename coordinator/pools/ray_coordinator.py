@@ -52,7 +52,7 @@ class CoordinatorActor:
         self._pools = DesiredPools(spec.settings, self._store, self._fleet, self._rules.whole_roles)
         self._wake = asyncio.Event()
         self._workers = Workers(spec, self._store, self._fleet, self._pools, self._wake)
-        self._gateways = Gateways(spec, self._store, self._rules.heartbeat_interval_s)
+        self._gateways = Gateways(spec, self._store, self._rules.heartbeat_interval_s, ray.get_runtime_context().get_node_id())
         self._scaling = Scaling(spec.settings, self._store, self._pools, self._fleet)
         self._scaling.serve_metrics()
         self._reach = Reach(self._workers.dial_from, ray.get_runtime_context().get_node_id(), self._rules.heartbeat_interval_s)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coordinator.config import Settings
+from coordinator.config import AUTO_HOST, Settings
 from coordinator.gateway.membership import MembershipSnapshot
 from coordinator.gateway.tokenizer import import_without_torch
 from coordinator.pools import admin
@@ -21,6 +22,7 @@ from coordinator.pools.process import log_to
 from coordinator.pools.ray_calls import gcs_call
 from coordinator.pools.ray_cluster import HEAD, NAMESPACE
 from coordinator.pools.ray_find import Finder
+from coordinator.pools.ray_placement import this_node
 from coordinator.pools.reports import GatewayReport
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import admin_pb2
@@ -40,7 +42,12 @@ class GatewayActor:
     def __init__(self, gateway_id: str, index: int, settings: Settings, log_dir: Path) -> None:
         log_to(log_dir / f"gateway-{index}.log", settings.log_format)
         import_without_torch()  # most of what a start takes; nothing can be asked of a gateway before
-        self._process = GatewayProcess(gateway_id, index, settings, poll_membership, CoordinatorBackend())
+        hosts = [getattr(settings.gateway, f"{name}_host") for name in settings.gateway_doors]
+        own: dict[str, str] = {}
+        if settings.coordinator.placement.gateways == "spread" or AUTO_HOST in hosts:
+            node = this_node(ray.get_runtime_context().get_node_id())
+            own = {"node_id": node.node_id, "node_ip": node.address}
+        self._process = GatewayProcess(gateway_id, index, settings, poll_membership, CoordinatorBackend(), **own)
         self._start = asyncio.get_running_loop().create_task(self._process.start())
 
     async def report(self) -> GatewayReport:
@@ -115,26 +122,32 @@ async def _ask(call: Any, timeout_s: float | None = _CALL_TIMEOUT_S) -> Any:
         raise admin.unavailable(type(error).__name__) from error
 
 
-def create_gateway(gateway_id: str, index: int, settings: Settings, log_dir: Path) -> Any:
-    """The gateway's actor, made if it is not there."""
+def create_gateway(gateway_id: str, index: int, settings: Settings, log_dir: Path, where: Callable[[], str]) -> Any:
+    """The gateway's actor, made if it is not there: on the node that `where` names by id, or on the head if it names none.
+
+    It stays on its node, where clients know it: with the node it dies, and is made anew on another one.
+    """
     with contextlib.suppress(ValueError):
         return ray.get_actor(gateway_id, namespace=NAMESPACE)
-    options = {
+    options: dict[str, Any] = {
         "name": gateway_id,
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "max_restarts": -1,
         "num_cpus": 0,
-        "resources": {HEAD: 0.001},  # ports are fixed, and clients know one address
         "get_if_exists": True,
     }
+    if node_id := where():
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    else:
+        options["resources"] = {HEAD: 0.001}
     return ray.remote(GatewayActor).options(**options).remote(gateway_id, index, settings, log_dir)
 
 
-def restart_gateway(gateway_id: str) -> None:
-    """End its process; Ray makes another. For one that lives and cannot start, which Ray takes for well."""
+def end_gateway(gateway_id: str, *, again: bool) -> None:
+    """End its process. `again`: Ray makes another on the same node; for one that lives and cannot start, which is well to Ray."""
     with contextlib.suppress(RayError, ValueError):
-        ray.kill(ray.get_actor(gateway_id, namespace=NAMESPACE), no_restart=False)
+        ray.kill(ray.get_actor(gateway_id, namespace=NAMESPACE), no_restart=not again)
 
 
 async def drain_gateways(gateway_ids: Sequence[str], timeout_s: float) -> None:

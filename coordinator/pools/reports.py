@@ -131,6 +131,10 @@ class GatewayReport:
     """Its part of every pool's load, by pool."""
     lacking: Mapping[Role, int] = field(default_factory=dict)
     """Choices that asked for a leg of which no worker was there, since its start."""
+    node_id: str = ""
+    """Ray's id of its node, where gateways are spread."""
+    detail: str = ""
+    """What the coordinator finds wrong with it, or ""."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

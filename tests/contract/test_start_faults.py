@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coordinator.config import Settings, load
 from coordinator.launch import LaunchError, _taken_up
+from coordinator.pools.reports import GatewayReport
 from coordinator.pools.store import Store
 from protos.ids import WorkerId
 from protos.splitpoint.v1 import admin_pb2
@@ -29,9 +30,13 @@ async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pyte
     from coordinator.pools import ray_gateways
 
     restarted: list[str] = []
-    outcomes: list[Exception | str] = [RayTaskError("report", "traceback", OSError("address in use")), "serves"]
+    serves = GatewayReport(
+        gateway_id=GATEWAY, http_address="127.0.0.1:1", grpc_address="", admin_address="", in_flight=0, pid=1, tasks=0,
+        open_files=0, membership_age_s=0.0, ready=True,
+    )  # fmt: skip
+    outcomes: list[Exception | GatewayReport] = [RayTaskError("report", "traceback", OSError("address in use")), serves]
 
-    async def report() -> str:
+    async def report() -> GatewayReport:
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -41,13 +46,13 @@ async def test_a_gateway_that_could_not_start_is_started_again(monkeypatch: pyte
         return SimpleNamespace(report=SimpleNamespace(remote=report))
 
     monkeypatch.setattr(ray_gateways, "create_gateway", create)
-    monkeypatch.setattr(ray_gateways, "restart_gateway", restarted.append)
+    monkeypatch.setattr(ray_gateways, "end_gateway", lambda key, *, again: restarted.append(key) if again else None)
     settings = SimpleNamespace(coordinator=SimpleNamespace(gateways=1))
     spec = SimpleNamespace(settings=settings, log_dir=tmp_path)
     store = Store(tmp_path / "state.sqlite3")
     store.begin_run("run", {})
     gateways = ray_gateways.Gateways(spec, store, pause_s=0.0)  # type: ignore[arg-type]
-    for faults, reports in (([GATEWAY], {}), ([], {GATEWAY: "serves"})):
+    for faults, reports in (([GATEWAY], {}), ([], {GATEWAY: serves})):
         gateways.keep()
         await asyncio.gather(*gateways._asking.values())
         assert list(gateways.faults) == faults

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from coordinator.config import CoordinatorSettings, load
+from coordinator.config import ConfigError, CoordinatorSettings, load
 from coordinator.gateway.metrics import GatewayMetrics
 from coordinator.path_model import read
 from coordinator.pools.config import PlacementSettings
@@ -83,6 +83,16 @@ def test_the_configuration_of_several_hosts_loads_and_its_strategies_are_those_o
     settings = load(file, environment={})
     assert settings.coordinator.placement.pool_labels == {"prefill": {"splitpoint/pool": "prefill"}}
     assert f"`coordinator.partition_grace_s` ({CoordinatorSettings().partition_grace_s:g} s)" in GUIDE
+
+
+def test_the_configuration_of_spread_gateways_loads_on_a_joined_ray_alone(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(\[coordinator\]\ngateways.*?)```", GUIDE, re.DOTALL)
+    file = tmp_path / "splitpoint.toml"
+    file.write_text(block)
+    settings = load(file, sets=["coordinator.ray_address=auto"], environment={})
+    assert settings.coordinator.placement.gateways == "spread"
+    with pytest.raises(ConfigError, match="embedded"):
+        load(file, environment={})
 
 
 @pytest.mark.parametrize("word", ["allow_unencrypted_kv", "worker.metrics_port", "vllm:splitpoint_scheduler_events_total"])
