@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -40,7 +41,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
 
 
 @contextlib.contextmanager
-def served(nodes: TwoNodes, config: str, folder: Path, *sets: str, ready_s: float) -> Iterator[Served]:
+def served(
+    nodes: TwoNodes, config: str, folder: Path, *sets: str, ready_s: float, host: str = FRONT
+) -> Iterator[Served]:
     common = [
         f"coordinator.ray_address={nodes.address}",
         'coordinator.placement.strategy="spread"',
@@ -48,7 +51,7 @@ def served(nodes: TwoNodes, config: str, folder: Path, *sets: str, ready_s: floa
         "coordinator.restart_backoff_s=0.2",
         "pools.prefill.replicas=1",
         "pools.decode.replicas=1",
-        *(f"gateway.{door}_host={FRONT}" for door in ("http", "grpc", "admin")),
+        *(f"gateway.{door}_host={host}" for door in ("http", "grpc", "admin")),
         *(f"{part}.advertise_host=auto" for part in ("worker", "kvtransfer")),
     ]
     system = start(
@@ -95,9 +98,34 @@ def simulated(nodes: TwoNodes, checkpoint: Path, tmp_path_factory: pytest.TempPa
         "coordinator.probe_timeout_s=1",
         "coordinator.partition_grace_s=8",
         "gateway.worker_client.keepalive_time_s=1",
+        "coordinator.gateways=2",
+        'coordinator.placement.gateways="spread"',
     ]
-    with served(nodes, "simulated.toml", tmp_path_factory.mktemp("simulated"), *sets, ready_s=60) as system:
+    folder = tmp_path_factory.mktemp("simulated")
+    with served(nodes, "simulated.toml", folder, *sets, ready_s=60, host="auto") as system:
         yield system
+
+
+def _gateways(system: Served) -> dict[str, str]:
+    """The address of each gateway's node."""
+    return {gateway.gateway_id: gateway.http_address.rpartition(":")[0] for gateway in system.status().gateways}
+
+
+def test_each_node_has_a_gateway_and_both_say_the_same(nodes: TwoNodes, simulated: Served) -> None:
+    gateways = simulated.status().gateways
+    assert {g.gateway_id: (g.http_address.rpartition(":")[0], g.detail) for g in gateways} == {
+        "gateway/0": (address(HEAD), ""),
+        "gateway/1": (address(OTHER), ""),
+    }
+    prompt = tuple(range(100, 200))
+    answers = [
+        ask(replace(simulated, grpc=gateway.grpc_address), prompt, {"max_tokens": 8, "temperature": 0.0}, way)
+        for gateway in gateways
+        for way in (COLOCATED, *SPLITS)
+    ]
+    assert len(answers) == 6
+    for answer in answers:
+        assert_same(answer, answers[0])
 
 
 def _streams(system: Served, prompts: list[list[int]], transport: str) -> list[Stream]:
@@ -179,6 +207,13 @@ def test_a_gcs_that_is_started_again_loses_no_engine_and_no_traffic(nodes: TwoNo
         assert time.monotonic() - began_s < 15, "an operator is not left waiting for the GCS"
     until("both are heard again", lambda: _whole(simulated), 40)
     assert _incarnations(simulated) == before
+    assert _gateways(simulated) == {"gateway/0": address(HEAD), "gateway/1": address(OTHER)}
+
+
+def _on_the_head(system: Served) -> bool:
+    with contextlib.suppress(grpc.RpcError):
+        return _gateways(system) == {"gateway/0": address(HEAD), "gateway/1": address(HEAD)}
+    return False
 
 
 def test_a_longer_one_ends_in_replacement_and_every_request_ends_by_its_deadline(nodes: TwoNodes, simulated: Served) -> None:
@@ -194,5 +229,8 @@ def test_a_longer_one_ends_in_replacement_and_every_request_ends_by_its_deadline
     for index, stream in enumerate(streams):
         stream.check_end(references, index)
     assert ask(simulated, tuple(prompts[0]), {"max_tokens": 4}, SPLITS[0]).token_ids
+    until("the lost gateway is on the head", lambda: _on_the_head(simulated), 60)
+    other = next(g for g in simulated.status().gateways if g.gateway_id == "gateway/1")
+    assert ask(replace(simulated, grpc=other.grpc_address), tuple(prompts[0]), {"max_tokens": 4}, SPLITS[0]).token_ids
     nodes.heal()
     until("idle", simulated.idle, 30)

@@ -1,6 +1,7 @@
 """A Ray cluster of two nodes, each in network, IPC and mount namespaces of its own, over a link that can be cut.
 
-The head has a second device that leads to this process, so a test talks to what it serves as any client would.
+The head has a second device that leads to this process and on to the other node, so a test talks to what they serve as any
+client would.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
         try:
             both = runner.run(stack.enter_async_context(hosts(no_commands, "head", "other")))
             relay = runner.run(stack.enter_async_context(relay_link(*both)))
-            _front_door(both[HEAD].pid)
+            _front_door(both[HEAD].pid, both[OTHER].pid)
             nodes = TwoNodes(runner, both, relay, folder)
             try:
                 nodes.start(HEAD)
@@ -148,8 +149,9 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
             runner.run(stack.aclose())
 
 
-def _front_door(head: int) -> None:
-    """A device pair between the head and this process; it ends with the head's namespace."""
+def _front_door(head: int, other: int) -> None:
+    """A device pair between the head and this process, which the head passes on to the other node; it ends with the head's
+    namespace, and the routes with it."""
     name = f"sp{os.getpid()}"
     pair = ["ip", "link", "add", name, "type", "veth", "peer", "name", "front0", "netns", str(head)]
     subprocess.run(pair, check=True, capture_output=True)
@@ -157,3 +159,7 @@ def _front_door(head: int) -> None:
     subprocess.run(["ip", "link", "set", name, "up"], check=True)
     in_network_of(head, "ip", "addr", "add", f"{FRONT}/24", "dev", "front0")
     in_network_of(head, "ip", "link", "set", "front0", "up")
+    in_network_of(head, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+    for index in (HEAD, OTHER):
+        subprocess.run(["ip", "route", "add", f"{address(index)}/32", "via", FRONT, "dev", name], check=True)
+    in_network_of(other, "ip", "route", "add", f"{OUTSIDE}/32", "via", address(HEAD))
