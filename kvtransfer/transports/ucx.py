@@ -210,7 +210,7 @@ class UcxTransport:
 
     def counters(self) -> dict[str, int]:
         """Since start. UCX: endpoints, endpoints_closed, completed, failed, warmed, sunk, abandoned, asks, answers_withheld,
-        answers_not_believed, thread_ended, leaked_attachments, queue_stuck. Read by the receiver itself:
+        answers_not_believed, thread_ended, stop_timeouts, leaked_attachments, queue_stuck. Read by the receiver itself:
         chunks_offered, chunks_not_readable, peers_not_watched (sender), chunks_read, bytes_read, one_copy_refused (receiver)."""
         return dict(self._core.counters) | dict(self._counters)
 

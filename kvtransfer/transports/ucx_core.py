@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,11 @@ from kvtransfer.transports.ucx_tags import ASK_CHANNEL, CHUNK_BITS, WARM_CHANNEL
 from kvtransfer.transports.ucx_thread import Guest, UcxThread
 
 __all__ = ["ASK_CHANNEL", "CHUNK_BITS", "UCX_VERSION", "WARM_CHANNEL", "Guest", "Operation", "Peer", "UcxCore"]
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+"""Destroying a UCX worker takes milliseconds; one whose peers died in the middle of things may never be done."""
 
 
 class UcxCore:
@@ -61,11 +67,14 @@ class UcxCore:
             raise TransportError("refused", failure)
 
     async def stop(self) -> None:
-        """Close endpoints and end the thread. Operations still outstanding resolve as closed. Idempotent."""
+        """Close endpoints and end the thread. Operations still outstanding resolve as closed, unless UCX holds the thread for longer
+        than `STOP_TIMEOUT_S`: then the thread and what it had begun are left to the end of the process. Idempotent."""
         started, self._started = self._started, False
         if started:
             self._thread.submit(self._thread.begin_stop)
-            await asyncio.to_thread(self._thread.join)
+            if not await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S):
+                self.counters["stop_timeouts"] += 1
+                logger.error("ucx: its thread has not ended %g s after it was told to; it is left behind", STOP_TIMEOUT_S)
 
     async def until_failed(self) -> str:
         """Until the thread has ended though nobody stopped it: why. What it had begun is never called done after that, because

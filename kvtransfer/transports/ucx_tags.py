@@ -6,7 +6,7 @@ buffer of one byte: that completes the peer's send and with it frees the peer's 
 
 from __future__ import annotations
 
-import os
+import secrets
 import time
 from collections import Counter, deque
 from typing import Any
@@ -33,14 +33,16 @@ class Tags:
         self._open_channels: set[int] = set()
         self._kept_tags: set[int] = set()
         self._closed_channels: deque[tuple[float, int]] = deque(maxlen=256)
-        self._next_channel = int.from_bytes(os.urandom(4), "little") + 1
         self._sinks: list[tuple[Any, Any]] = []
 
     def open(self) -> int:
-        """A number that the tags of one transfer's messages to this worker begin with."""
-        self._next_channel = (self._next_channel + 1) % ASK_CHANNEL or 1
-        self._open_channels.add(self._next_channel)
-        return self._next_channel
+        """A number that the tags of one transfer's messages to this worker begin with. Random: whoever was told of one transfer's
+        cannot name another's, and a number does not come back soon enough to meet what was sent for it before."""
+        taken = {WARM_CHANNEL, ASK_CHANNEL} | self._open_channels
+        while (channel := secrets.randbits(CHANNEL_BITS)) in taken:
+            pass
+        self._open_channels.add(channel)
+        return channel
 
     def keep(self, *tags: int) -> None:
         """Somebody takes what comes for these, for as long as this runs."""

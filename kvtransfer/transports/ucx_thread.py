@@ -101,11 +101,15 @@ class UcxThread:
         """It runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait for its end, which `begin_stop` asks for, and close what woke it."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end, which `begin_stop` asks for, and close what woke it. False: UCX has not let go of the thread by then;
+        both are left alone, until the process ends."""
         assert self._thread is not None
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
         self._sleeper.close()
+        return True
 
     def submit(self, command: Callable[[], None]) -> None:
         """Run `command` on the thread, soon; after its end it is dropped."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
 pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
+from kvtransfer.transports import ucx_core
 from kvtransfer.transports.ucx import ACROSS_CHUNK_BYTES, UcxTransport
 from kvtransfer.transports.ucx_core import CHUNK_BITS, Peer, UcxCore
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
@@ -47,6 +49,19 @@ async def test_a_given_up_send_is_ended_and_a_healthy_one_on_the_same_connection
     finally:
         await sender.stop()
         await receiver.stop()
+
+
+async def test_a_stop_does_not_wait_for_a_thread_that_ucx_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_core, "STOP_TIMEOUT_S", 0.2)
+    core, release = UcxCore("lo"), threading.Event()
+    await core.start()
+    core.run(lambda: release.wait(40) and None)
+    try:
+        async with asyncio.timeout(20):
+            await core.stop()
+        assert core.counters["stop_timeouts"] == 1
+    finally:
+        release.set()
 
 
 @pytest.mark.parametrize(("host", "asked", "most"), [("there", 0, ACROSS_CHUNK_BYTES), ("there", 4096, 4096), ("here", 0, 0)])
