@@ -166,8 +166,10 @@ class Workers:
 
     async def _watch_until_death(self, worker_id: WorkerId, handle: ActorHandle) -> None:
         reason = await wait_death(handle)
+        member = self._fleet.members.get(worker_id)
+        wanted = member is not None and member.stopping
         if self._fleet.died(worker_id, reason, time.monotonic()):
-            log.error("worker %s is dead: %s", worker_id, reason)
+            log.log(logging.INFO if wanted else logging.ERROR, "worker %s is dead: %s", worker_id, reason)
         self._wake.set()
 
     async def _probe(self, worker_id: WorkerId) -> None:
