@@ -218,8 +218,8 @@ class Misses(NamedTuple):
 class Decision:
     """One choice with everything it came from. `why`: "predicted", "held" (by hysteresis), "explored", "only_path".
 
-    `predicted` is corrected by what was measured on each path until then. `solo_role`: the label of the worker that a whole request
-    is meant for.
+    `predicted` is corrected by what was measured on each path until then. `solo_role`: the label of the worker that a whole
+    request is meant for.
     """
 
     request_id: str = ""
@@ -305,7 +305,7 @@ class AutoPath:
         return self._corrections[path].seen
 
     def best_of(self, path: str, loads: Sequence[PathLoad], work: Work, objective: Objective) -> int:
-        """Which of several places on one path, by its place in `loads`: the one that adds the fewest misses, and of those that are
+        """Which of several places on one path, as an index of `loads`: the one that adds the fewest misses, and of those that are
         as good the one where the request uses less of its objective."""
         if len(loads) == 1:
             return 0

@@ -108,8 +108,8 @@ def first_goals(
     pools: frozenset[str] = frozenset(),
     solo_role: Role | None = None,
 ) -> tuple[Goal, ...]:
-    """What a new request asks for. A strict split request takes a pair or nothing; one for a single worker first looks among those
-    of `solo_role`."""
+    """What a new request asks for. A strict split request takes a pair or nothing; one for a single worker first looks among
+    those of `solo_role`."""
     solo = SoloGoal(pools=pools)
     if path == "colocated":
         return (solo,) if solo_role is None else (replace(solo, role=solo_role), solo)

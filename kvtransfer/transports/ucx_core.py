@@ -67,8 +67,8 @@ class UcxCore:
             raise TransportError("refused", failure)
 
     async def stop(self) -> None:
-        """Close endpoints and end the thread. Operations still outstanding resolve as closed, unless UCX holds the thread for longer
-        than `STOP_TIMEOUT_S`: then the thread and what it had begun are left to the end of the process. Idempotent."""
+        """Close endpoints and end the thread. Operations still outstanding resolve as closed, unless UCX holds the thread for
+        longer than `STOP_TIMEOUT_S`: then it and what it had begun are left to the end of the process. Idempotent."""
         started, self._started = self._started, False
         if started:
             self._thread.submit(self._thread.begin_stop)

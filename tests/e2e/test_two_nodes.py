@@ -41,9 +41,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
 
 
 @contextlib.contextmanager
-def served(
-    nodes: TwoNodes, config: str, folder: Path, *sets: str, ready_s: float, host: str = FRONT
-) -> Iterator[Served]:
+def served(nodes: TwoNodes, config: str, folder: Path, *sets: str, ready_s: float, host: str = FRONT) -> Iterator[Served]:
     common = [
         f"coordinator.ray_address={nodes.address}",
         'coordinator.placement.strategy="spread"',

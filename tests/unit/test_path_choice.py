@@ -58,7 +58,12 @@ def test_an_idle_system_computes_whole_and_a_busy_decode_worker_sends_prompts_aw
         made.router.load.charge(D.incarnation, 100)
         made.phases.prompt_sent(f"p{number}", P.incarnation, 10, decodes=False)
         made.router.load.charge(P.incarnation, 200)
-    assert decide(made) == SPLIT
+    decide(made)
+    assert made.auto.log[-1].solo_role is Role.PREFILL, "the other has two seconds of prompts before it"
+    for number in range(45):
+        made.phases.decode_sent(f"d{number}", P.incarnation)
+    assert decide(made) == SPLIT, "as a whole it would miss its TPOT there and its TTFT here"
+    assert made.auto.log[-1].solo_role is None
 
 
 def test_a_whole_request_goes_where_it_meets_its_objective_and_not_where_the_tokens_are_fewer() -> None:
@@ -71,7 +76,8 @@ def test_a_whole_request_goes_where_it_meets_its_objective_and_not_where_the_tok
         made.phases.decode_sent(f"d{number}", D.incarnation)
         made.router.load.charge(D.incarnation, 500)
     fewest = made.router.choose((SoloGoal(),), 1.0, ASK)
-    assert isinstance(fewest, SoloRoute) and fewest.worker == P
+    assert isinstance(fewest, SoloRoute)
+    assert fewest.worker == P
     assert decide(made) == COLOCATED
     decision = made.auto.log[-1]
     assert decision.solo_role is Role.DECODE
@@ -86,16 +92,6 @@ def test_of_two_places_that_add_no_miss_the_one_with_more_room_is_taken() -> Non
     made.router.load.charge(P.incarnation, 2)
     assert decide(made) == COLOCATED
     assert made.auto.log[-1].solo_role is Role.PREFILL, "its queue is empty"
-
-
-def test_a_request_that_is_split_names_no_worker_of_its_own() -> None:
-    made = chooser()
-    for number in range(20):
-        for view in (P, D):
-            made.phases.decode_sent(f"{view.pool}{number}", view.incarnation)
-        made.phases.prompt_sent(f"w{number}", D.incarnation, 100, decodes=True)
-    assert decide(made, max_tokens=500) == SPLIT
-    assert made.auto.log[-1].solo_role is None
 
 
 def test_only_what_can_be_taken_is_decided_on() -> None:
