@@ -128,15 +128,20 @@ class Gateways:
         if self._spec.settings.coordinator.placement.gateways == "head":
             return ""
         nodes, now_s = living_nodes(), time.monotonic()
+        keys = self._keys()
         with self._choosing:  # two at once would both take the least crowded node
             silent = [node_id for node_id, until_s in self._avoided.items() if now_s < until_s]
-            taken = [node_id for other, node_id in self._wanted.items() if other != key]
-            node = choose_gateway(nodes, taken, silent=silent, here=self._here)
-            if node is None:
-                raise ValueError("no node for it")
-            self._wanted[key] = node.node_id
-        log.info("placing %s on %s", key, node.address)
-        return node.node_id
+            self._wanted.pop(key, None)
+            # In their order, whichever asks first: the first is beside the coordinator.
+            for each in keys[: keys.index(key) + 1]:
+                if each not in self._wanted:
+                    node = choose_gateway(nodes, list(self._wanted.values()), silent=silent, here=self._here)
+                    if node is None:
+                        raise ValueError("no node for it")
+                    self._wanted[each] = node.node_id
+            node_id = self._wanted[key]
+        log.info("placing %s on node %s", key, node_id)
+        return node_id
 
     async def _unreachable(self, report: GatewayReport) -> str:
         """Which of its addresses leads nowhere from here, or ""; of a process they are found well once."""

@@ -229,6 +229,14 @@ def test_a_longer_one_ends_in_replacement_and_every_request_ends_by_its_deadline
     assert ask(simulated, tuple(prompts[0]), {"max_tokens": 4}, SPLITS[0]).token_ids
     until("the lost gateway is on the head", lambda: _on_the_head(simulated), 60)
     other = next(g for g in simulated.status().gateways if g.gateway_id == "gateway/1")
-    assert ask(replace(simulated, grpc=other.grpc_address), tuple(prompts[0]), {"max_tokens": 4}, SPLITS[0]).token_ids
+
+    def serves() -> bool:
+        with contextlib.suppress(grpc.RpcError):  # it has yet to hear of the workers
+            return bool(
+                ask(replace(simulated, grpc=other.grpc_address), tuple(prompts[0]), {"max_tokens": 4}, SPLITS[0]).token_ids
+            )
+        return False
+
+    until("it serves there", serves, 20)
     nodes.heal()
     until("idle", simulated.idle, 30)

@@ -137,6 +137,7 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
         try:
             both = runner.run(stack.enter_async_context(hosts(no_commands, "head", "other")))
             relay = runner.run(stack.enter_async_context(relay_link(*both)))
+            stack.callback(_close_front_door)
             _front_door(both[HEAD].pid, both[OTHER].pid)
             nodes = TwoNodes(runner, both, relay, folder)
             try:
@@ -149,10 +150,18 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
             runner.run(stack.aclose())
 
 
+def _front_name() -> str:
+    return f"sp{os.getpid()}"
+
+
+def _close_front_door() -> None:
+    """The device and its routes. The head's namespace would take them along, but only when the last connection in it is over."""
+    subprocess.run(["ip", "link", "del", _front_name()], capture_output=True)
+
+
 def _front_door(head: int, other: int) -> None:
-    """A device pair between the head and this process, which the head passes on to the other node; it ends with the head's
-    namespace, and the routes with it."""
-    name = f"sp{os.getpid()}"
+    """A device pair between the head and this process, which the head passes on to the other node."""
+    name = _front_name()
     pair = ["ip", "link", "add", name, "type", "veth", "peer", "name", "front0", "netns", str(head)]
     subprocess.run(pair, check=True, capture_output=True)
     subprocess.run(["ip", "addr", "add", f"{OUTSIDE}/24", "dev", name], check=True)

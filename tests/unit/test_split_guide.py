@@ -34,7 +34,7 @@ ELSEWHERE = {
     "splitpoint compare --quick": ("tests/contract/test_compare.py", "test_the_command_sends_the_workload_that_is_named"),
 }
 FIRST_S, NEXT_S = 0.05, 0.01
-SLOTS = {"colocated": {"64": 2, "256": 4, "1024": 3}, "split": {"64": 3, "256": 5, "1024": 4}}
+SLOTS = {"colocated": {"128": 2, "256": 4, "1024": 3}, "split": {"128": 3, "256": 5, "1024": 4}}
 """How many requests a path serves at once, by chunk budget: the second is the best of each, split's better by a quarter."""
 
 
