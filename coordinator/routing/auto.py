@@ -305,14 +305,10 @@ class AutoPath:
         return self._corrections[path].seen
 
     def best_of(self, path: str, loads: Sequence[PathLoad], work: Work, objective: Objective) -> int:
-        """Which of several places on one path, as an index of `loads`: the one that adds the fewest misses, and of those that are
-        as good the one where the request uses less of its objective."""
-        if len(loads) == 1:
-            return 0
-        times = [self.predicted(path, load, work) for load in loads]
-        added = [sum(self._misses(path, load, work, each, objective)) for load, each in zip(loads, times, strict=True)]
-        as_good = [place for place, misses in enumerate(added) if misses <= min(added) + TIE]
-        return min(as_good, key=lambda place: times[place].against(objective))
+        """Which of several places on one path, as an index of `loads`, the one that is preferred first: that one where it is as
+        good as any, else the one that adds the fewest misses."""
+        added = [sum(self._misses(path, load, work, self.predicted(path, load, work), objective)) for load in loads]
+        return 0 if added[0] <= min(added) + TIE else added.index(min(added))
 
     def decide(
         self,

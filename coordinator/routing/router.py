@@ -13,7 +13,7 @@ from coordinator.routing.filters import PROMPT_EXCEEDS_TRANSFER, Table, build_ta
 from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute, workers_of
 from coordinator.routing.pairs import PairFinder
 from coordinator.routing.policies import Ask, LeastLoaded, Policy, PowerOfTwo, RoundRobin, SessionAffinity
-from coordinator.routing.policy import Accept, Candidate, LoadBook
+from coordinator.routing.policy import Candidate, LoadBook
 from coordinator.routing.prefix_aware import PrefixAware
 from coordinator.routing.prefix_index import PrefixIndex, block_hashes
 from coordinator.routing.views import Role, WorkerState, WorkerView
@@ -118,17 +118,19 @@ class Router:
         return replace(route, expected_cached_tokens=self._policy.expected(workers_of(route)[0], ask))
 
     def preview_solo(self, goal: SoloGoal, now_s: float, ask: Ask) -> list[SoloRoute]:
-        """`preview` of the whole request on one worker of each role that is offered such requests now.
+        """`preview` of the whole request on one worker of each role that is offered such requests now; the one that is taken where
+        nobody names a role comes first.
 
         Tokens compare workers of one role: those of a queued prompt take longer than as many that are under way in an answer.
         """
         accept = leg_filter(self.breakers, goal.exclude, now_s, goal.pools)
         for override in rounds(self.breakers):
             for roles in self._settings.colocated_roles:
-                tiers = (self._table.by_role[role] for role in roles)
-                views = [self._one_of(tier, ask, accept, now_s, Counter(), override=override) for tier in tiers]
-                if found := [view for view in views if view is not None]:
-                    return [SoloRoute(worker=v, expected_cached_tokens=self._policy.expected(v, ask)) for v in found]
+                own = overridden(accept) if override else accept
+                picked = [self._policy.pick(self._table.by_role[role], ask, own, Counter(), now_s) for role in roles]
+                if found := sorted((each for each in picked if each is not None), key=lambda each: each.cost):
+                    views = [each.candidate.view for each in found]
+                    return [SoloRoute(worker=v, expected_cached_tokens=self._policy.expected(v, ask)) for v in views]
         return []
 
     def prompt_computed(self, incarnation: Incarnation, ask: Ask, *, expected_cached_tokens: int, cached_tokens: int) -> None:
@@ -165,24 +167,11 @@ class Router:
         tiers = self._tiers if goal.role is None else [self._table.by_role[goal.role]]
         for override in rounds(self.breakers):
             for tier in tiers:
-                worker = self._one_of(tier, ask, accept, now_s, reasons, override=override)
-                if worker is not None:
-                    return SoloRoute(worker=worker, notes=tuple(notes))
+                own, counted = (overridden(accept), Counter[str]()) if override else (accept, reasons)
+                best = self._policy.pick(tier, ask, own, counted, now_s)
+                if best is not None:
+                    return SoloRoute(worker=best.candidate.view, notes=tuple(notes))
         return None
-
-    def _one_of(
-        self,
-        tier: Sequence[Candidate],
-        ask: Ask,
-        accept: Accept | None,
-        now_s: float,
-        reasons: Counter[str],
-        *,
-        override: bool,
-    ) -> WorkerView | None:
-        own, counted = (overridden(accept), Counter[str]()) if override else (accept, reasons)
-        best = self._policy.pick(tier, ask, own, counted, now_s)
-        return best.candidate.view if best is not None else None
 
     def _tell_breakers(self, route: Route, now_s: float) -> Route:
         if not self.breakers:

@@ -85,13 +85,13 @@ def test_a_whole_request_goes_where_it_meets_its_objective_and_not_where_the_tok
     assert decision.predicted[SPLIT].ttft_s > 4.0 > 1.0 > decision.predicted[COLOCATED].ttft_s
 
 
-def test_of_two_places_that_add_no_miss_the_one_with_more_room_is_taken() -> None:
+def test_of_two_places_that_add_no_miss_the_one_with_fewer_tokens_is_taken() -> None:
     made = chooser()
     made.phases.prompt_sent("a", D.incarnation, 200, decodes=True)
     made.router.load.charge(D.incarnation, 1)
     made.router.load.charge(P.incarnation, 2)
     assert decide(made) == COLOCATED
-    assert made.auto.log[-1].solo_role is Role.PREFILL, "its queue is empty"
+    assert made.auto.log[-1].solo_role is Role.DECODE, "a fifth of a second of prompts is no miss"
 
 
 def test_only_what_can_be_taken_is_decided_on() -> None:

@@ -159,7 +159,7 @@ def test_a_label_for_a_whole_request_is_kept_while_some_worker_has_it(policy: st
     goals = first_goals("colocated", prompt_tokens=64, transport=None, strict=False, solo_role=Role.DECODE)
     assert {workers_of(made.choose(goals, NOW, ask))[0].worker_id for _ in range(20)} == {"d"}  # type: ignore[arg-type]
     found = made.preview_solo(SoloGoal(), NOW, ask)
-    assert [route.worker.role for route in found] == [Role.DECODE, Role.PREFILL], "one of each label, as the tier has them"
+    assert sorted(route.worker.role for route in found) == [Role.DECODE, Role.PREFILL], "one of each label"
     made.update([worker_view("p1"), decode_view("d", state=WorkerState.DRAINING)])
     assert workers_of(made.choose(goals, NOW, ask))[0].worker_id == "p1"  # type: ignore[arg-type]
     assert [route.worker.worker_id for route in made.preview_solo(SoloGoal(), NOW, ask)] == ["p1"]
