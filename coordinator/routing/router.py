@@ -118,7 +118,7 @@ class Router:
         return replace(route, expected_cached_tokens=self._policy.expected(workers_of(route)[0], ask))
 
     def preview_solo(self, goal: SoloGoal, now_s: float, ask: Ask) -> list[SoloRoute]:
-        """`preview` of the whole request on one worker of each role that is offered such requests now; the one that is taken where
+        """`preview` of the whole request on one worker of each role that is offered such requests now; the one taken where
         nobody names a role comes first.
 
         Tokens compare workers of one role: those of a queued prompt take longer than as many that are under way in an answer.
