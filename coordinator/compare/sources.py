@@ -65,6 +65,9 @@ class Trace(_Source):
     kind: Literal["trace"]
     file: Path = Field(description="Relative to the specification's own folder.")
     length_scale: float = Field(1.0, gt=0, le=10, description="Every length is multiplied by this, for a smaller machine.")
+    output_scale: float | None = Field(
+        None, gt=0, le=10, description="That of answers, where it is another: in answers of a few tokens the first gap is most of TPOT."
+    )
     spread: Literal["auto", "on", "off"] = Field("auto", description="Spread batches that coarse time stamps made.")
     prefixes: bool = Field(True, description="Off: every prompt is distinct whatever the trace says.")
 
@@ -217,11 +220,12 @@ def _trace(source: Trace, rows: Sequence[Row], seed: int, count: int) -> tuple[M
     # The window's own rate, so that an offered rate is what is offered.
     waits = waits * (count / lasted_s)
     made, lengthened = [], 0
+    output_scale = source.length_scale if source.output_scale is None else source.output_scale
     for wait, row in zip(waits.tolist(), rows[begin : begin + count], strict=True):
         tokens = max(SALT_TOKENS, round(row.input_tokens * source.length_scale))
         lengthened += row.input_tokens * source.length_scale < SALT_TOKENS - 0.5
         shared = _hash_segments(row, source.length_scale, tokens) if source.prefixes else ()
-        made.append(RequestShape(wait, tokens, max(1, round(row.output_tokens * source.length_scale)), shared))
+        made.append(RequestShape(wait, tokens, max(1, round(row.output_tokens * output_scale)), shared))
     counts = Counts(rows=len(rows), input_lengthened=lengthened, spread=spread)
     return made, counts, notes, count / lasted_s
 

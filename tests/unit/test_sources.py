@@ -239,6 +239,9 @@ class TestTraces:
         assert [request.input_tokens for request in shapes.requests] == [188, 128, 75, 188, 88, 64]
         assert [segment.tokens for segment in shapes.requests[0].shared] == [64, 64, 60]
         assert {request.output_tokens for request in shapes.requests} == {1}
+        whole, scaled = (trace(HASHED, requests=10, length_scale=0.125, output_scale=scale).shapes(1) for scale in (1.0, 3.0))
+        assert [r.input_tokens for r in whole.requests] == [request.input_tokens for request in shapes.requests]
+        assert [r.output_tokens for r in scaled.requests] == [3 * r.output_tokens for r in whole.requests]
         made = materialise(shapes).requests
         assert made[0].prompt_token_ids[:128] == made[3].prompt_token_ids[:128]
 
