@@ -66,7 +66,10 @@ class Trace(_Source):
     file: Path = Field(description="Relative to the specification's own folder.")
     length_scale: float = Field(1.0, gt=0, le=10, description="Every length is multiplied by this, for a smaller machine.")
     output_scale: float | None = Field(
-        None, gt=0, le=10, description="That of answers, where it is another: in answers of a few tokens the first gap is most of TPOT."
+        None,
+        gt=0,
+        le=10,
+        description="That of answers, where it is another: in answers of a few tokens the first gap is most of TPOT.",
     )
     spread: Literal["auto", "on", "off"] = Field("auto", description="Spread batches that coarse time stamps made.")
     prefixes: bool = Field(True, description="Off: every prompt is distinct whatever the trace says.")
