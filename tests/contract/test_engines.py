@@ -155,7 +155,8 @@ async def check_prefix_cache_and_its_reset(subject: Subject) -> None:
     cold = await subject.outputs(prompt, greedy(3))
     warm = await subject.outputs(prompt, greedy(3))
     assert (cold[0].cached_tokens, warm[0].cached_tokens) == (0, 2 * block)
-    assert [o.token_ids for o in cold] == [o.token_ids for o in warm]
+    # However many tokens an output brings: a busy machine gets several at once.
+    assert [token for o in cold for token in o.token_ids] == [token for o in warm for token in o.token_ids]
     assert await subject.engine.reset_prefix_cache()
     assert (await subject.outputs(prompt, greedy(1)))[0].cached_tokens == 0
 

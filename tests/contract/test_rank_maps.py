@@ -155,7 +155,7 @@ async def test_one_sender_that_stays_behind_ends_the_pull_for_all() -> None:
         transfer.gather(0)
         error = await error_of(transfer.pull(remaining_s=1.0))
         assert error.code is Code.DEADLINE_EXCEEDED
-        await until(lambda: all(node.status().leases == 0 for node in pair.senders), 10.0)
+        await until(lambda: all(node.status().leases == 0 for node in pair.senders), 30.0)
         await pair.settled()
 
 
