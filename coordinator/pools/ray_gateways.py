@@ -52,8 +52,7 @@ class Gateways:
         self._silent_s: dict[str, float] = {}
         self._avoided: dict[str, float] = {}
         self._reached: set[tuple[str, int]] = set()
-        self.reports: dict[str, GatewayReport] = {}
-        """Of those that answered when they were asked last."""
+        self._reports: dict[str, GatewayReport] = {}
         self.heard_s: dict[str, float] = {}
         """When each report came, monotonic seconds."""
         self.faults: dict[str, str] = {}
@@ -66,6 +65,12 @@ class Gateways:
 
     def _keys(self) -> list[str]:
         return [f"{GATEWAY_PREFIX}{index}" for index in range(self._spec.settings.coordinator.gateways)]
+
+    @property
+    def reports(self) -> dict[str, GatewayReport]:
+        """Of those that answered when they were asked last, in the order of their numbers: the first is the one that stays
+        beside the coordinator, and who is told of one address takes that."""
+        return {key: self._reports[key] for key in self._keys() if key in self._reports}
 
     def restart(self) -> list[str]:
         """Every gateway, one after the other, each when all the others serve. Returns their ids at once."""
@@ -109,13 +114,13 @@ class Gateways:
                 report: GatewayReport = await self._handles[key].report.remote()
             self._homes[key] = (report.node_id, report.http_address)
             self._silent_s.pop(key, None)
-            self.reports[key] = replace(report, detail=await self._unreachable(report))
+            self._reports[key] = replace(report, detail=await self._unreachable(report))
             self.heard_s[key] = time.monotonic()
             self._news.set()
             self._news = asyncio.Event()
             self.faults.pop(key, None)
         except (RayError, TimeoutError, ValueError) as error:
-            self.reports.pop(key, None)
+            self._reports.pop(key, None)
             log.warning("gateway %s: %s: %s", key, type(error).__name__, error)
             with contextlib.suppress(TimeoutError):  # the GCS is away: asked again next time
                 await self._failed(key, error)

@@ -87,7 +87,8 @@ class Served:
             return getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request, timeout=timeout_s)
 
     def status(self) -> admin_pb2.GetStatusResponse:
-        return self.admin_call("GetStatus", admin_pb2.GetStatusRequest())
+        # Short beside what is waited for with it: one answer that never comes must not be the whole wait.
+        return self.admin_call("GetStatus", admin_pb2.GetStatusRequest(), timeout_s=15.0)
 
     def workers(self, pool: str = "", state: str = "ready") -> dict[str, admin_pb2.WorkerStatus]:
         """By id; all pools and all states with ""."""

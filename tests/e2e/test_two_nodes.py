@@ -101,6 +101,7 @@ def simulated(nodes: TwoNodes, checkpoint: Path, tmp_path_factory: pytest.TempPa
     ]
     folder = tmp_path_factory.mktemp("simulated")
     with served(nodes, "simulated.toml", folder, *sets, ready_s=60, host="auto") as system:
+        assert system.admin.startswith(address(HEAD)), "the first gateway is asked, which a cut of the link does not take away"
         yield system
 
 

@@ -155,6 +155,16 @@ async def test_they_are_spread_and_stay_where_they_are(cluster: Cluster, gateway
     assert await looked(gateways, 3) == first
 
 
+async def test_they_are_told_of_in_their_order_whichever_answers_first(cluster: Cluster, gateways: Gateways) -> None:
+    cluster.actors.update({"gateway/0": "head", "gateway/1": "other"})
+    cluster.silent.add("head")
+    await looked(gateways)
+    assert list(gateways.reports) == ["gateway/1"]
+    cluster.silent.clear()
+    await looked(gateways)
+    assert list(gateways.reports) == ["gateway/0", "gateway/1"], "the first is the one beside the coordinator"
+
+
 async def test_one_that_outlived_the_coordinator_is_taken_where_it_is(cluster: Cluster, gateways: Gateways) -> None:
     cluster.actors["gateway/0"] = "other"
     await looked(gateways)
