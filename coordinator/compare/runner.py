@@ -243,54 +243,74 @@ class _Run:
                 break
             seed = experiment.first_seed + place
             if seed in done:
+                await self._go_on(seed, place, last)
                 continue
-            expected_s = max(map(self._seed_s, done), default=self._expected_seed_s())
-            if self._out_of_time(f"seed {seed}", expected_s):
+            if self._out_of_time(f"seed {seed}", self._expected_seed_s()):
                 break
-            await self._seed(seed, place, last, expected_s)
+            await self._seed(seed, place, last)
             done.add(seed)
         self._judge()
         self._save()
 
-    async def _seed(self, seed: int, place: int, of: int, expected_s: float) -> None:
+    async def _seed(self, seed: int, place: int, of: int) -> None:
         record, experiment = self._whole, self._experiment
-        # The arm that has the fresh machine changes from seed to seed.
-        first = place % len(self._names)
-        order = self._names[first:] + self._names[:first]
-        turns = schedule(order, [seed], record.rates_per_s, by_seed=experiment.takes_turns)
+        turns = schedule(self._order(place), [seed], record.rates_per_s, by_seed=experiment.takes_turns)
         probes: list[Probe] = []
-
-        async def take(turns: Sequence[Turn], further: bool) -> None:
-            for number, turn in enumerate(turns):
-                done = 1.0 if further else number / len(turns)
-                share, left_s = min(1.0, (place + done) / of), expected_s * max(0.0, of - place - done)
-                text = f"seed {seed}, {turn.arm} at {turn.rate_per_s:.3g} requests/s"
-                index = len(record.probes) + len(probes)
-                probes.extend(await self._prober.send(turn, text, share=share, left_s=left_s, index=index))
-
-        await take(turns, further=False)
-        rates = list(record.rates_per_s)
-        for _ in range(FURTHER_RATES):
-            rate = bracket.further_rate(rates, missed(probes, seed, record.slo, self._names))
-            if rate is None:
-                break
-            turns = schedule(order, [seed], [rate])
-            # Far below the planned rates a probe may take longer than all others together.
-            if self._out_of_time(f"a further rate of seed {seed}", len(turns) * (experiment.requests / rate + TAIL_S)):
-                break
-            rates.append(rate)
-            await take(turns, further=True)
-        # All at once: a seed that was cut short leaves nothing.
-        record.probes += probes
+        for number, turn in enumerate(turns):
+            probes += await self._take(turn, place + number / len(turns), of, unsaved=len(probes))
+        probes += await self._further(seed, place, of, probes, unsaved=len(probes))
         sent = self._workloads(seed, experiment.requests)
         record.workloads.append(sent.spec)
         record.workload_digests[str(seed)] = sent.source_digest or sent.digest
+        self._keep(seed, probes)
+        await self._check_parity(seed)
+
+    async def _go_on(self, seed: int, place: int, of: int) -> None:
+        """The further rates that an earlier run had no time for, of a seed that is in the record."""
+        measured = [probe for probe in self._whole.probes if probe.seed == seed]
+        if probes := await self._further(seed, place, of, measured, unsaved=0):
+            self._keep(seed, probes)
+
+    async def _further(self, seed: int, place: int, of: int, measured: Sequence[Probe], *, unsaved: int) -> list[Probe]:
+        """Probes at rates beyond those that were `measured`, where an arm's knee was missed there."""
+        record = self._whole
+        fresh: list[Probe] = []
+        rates = sorted({probe.rate_per_s for probe in measured})
+        while len(rates) < len(record.rates_per_s) + FURTHER_RATES:
+            rate = bracket.further_rate(rates, missed([*measured, *fresh], seed, record.slo, self._names))
+            if rate is None:
+                break
+            turns = schedule(self._order(place), [seed], [rate])
+            # Far below the planned rates a probe may take longer than all others together.
+            if self._out_of_time(f"a further rate of seed {seed}", len(turns) * (self._experiment.requests / rate + TAIL_S)):
+                break
+            rates.append(rate)
+            for turn in turns:
+                fresh += await self._take(turn, place + 1, of, unsaved=unsaved + len(fresh))
+        return fresh
+
+    async def _take(self, turn: Turn, done: float, of: int, *, unsaved: int) -> list[Probe]:
+        """One probe when `done` of `of` seeds are behind; `unsaved` ones before it are not in the record yet."""
+        share, left_s = min(1.0, done / of), self._expected_seed_s() * max(0.0, of - done)
+        text = f"seed {turn.seed}, {turn.arm} at {turn.rate_per_s:.3g} requests/s"
+        return await self._prober.send(turn, text, share=share, left_s=left_s, index=len(self._whole.probes) + unsaved)
+
+    def _keep(self, seed: int, probes: Sequence[Probe]) -> None:
+        """Into the record, all at once: a seed that was cut short leaves nothing."""
+        record = self._whole
+        record.probes += probes
+        record.knees = [entry for entry in record.knees if entry["seed"] != seed]
         record.knees.append(seed_knees(record.probes, seed, record.slo, self._names))
+        record.knees.sort(key=lambda entry: entry["seed"])
         self._judge()
         for probe in probes:
             probe.thin()
         self._save()
-        await self._check_parity(seed)
+
+    def _order(self, place: int) -> tuple[str, ...]:
+        """The arm that has the fresh machine changes from seed to seed."""
+        first = place % len(self._names)
+        return self._names[first:] + self._names[:first]
 
     # Beside speed ---------------------------------------------------------------------------------------------------------
 
@@ -351,11 +371,14 @@ class _Run:
         return True
 
     def _seed_s(self, seed: int) -> float:
-        """How long a measured seed took, in this run or another: its probes ran on one clock."""
+        """How long a measured seed took, in this run or another: each stretch of its probes ran on one clock."""
         own = [probe for probe in self._whole.probes if probe.seed == seed]
-        return max(probe.ended_s for probe in own) - min(probe.began_s for probe in own)
+        return sum(probe.ended_s - probe.began_s for probe in own)
 
     def _expected_seed_s(self) -> float:
+        """As long as the longest so far; before there is one, what its probes should take."""
+        if self._whole.knees:
+            return max(self._seed_s(entry["seed"]) for entry in self._whole.knees)
         probes, requests = 2 * len(self._names), self._experiment.requests
         sent = self._workloads(TUNING_SEEDS_FROM, requests)
         rates = self._whole.rates_per_s

@@ -353,6 +353,31 @@ def test_a_further_rate_is_tried_only_while_there_is_time_for_it(monkeypatch: py
     assert any(note.startswith("out of time before a further rate of seed 1: ") for note in record.notes)
 
 
+def test_a_seed_that_had_no_time_for_its_further_rates_gets_them_when_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bracket, "rates_around", lambda knees, count, spread: (14.0, 18.2, 23.7, 30.8))
+    plan = experiment(looks=[3])
+    with monkeypatch.context() as clock:
+        ask = runner._Run._out_of_time
+
+        def ends_early(run: Any, before: str, needed_s: float) -> bool:
+            return ask(run, before, math.inf if before.startswith(("a further rate", "seed 4")) else needed_s)
+
+        clock.setattr(runner._Run, "_out_of_time", ends_early)
+        cut = measure(plan, budget_s=1e6).record
+    missed = {entry["seed"] for entry in cut.knees if entry["split"]["why"] or entry["colocated"]["why"]}
+    assert missed
+    assert {probe.rate_per_s for probe in cut.probes} == set(cut.rates_per_s)
+    before = {id(probe) for probe in cut.probes}
+    whole = measure(plan, before=cut).record
+    assert {entry[arm]["why"] for entry in whole.knees for arm in ("colocated", "split")} == {""}
+    assert [entry["seed"] for entry in whole.knees][:3] == [1, 2, 3]
+    added = [probe for probe in whole.probes if id(probe) not in before and probe.seed in missed]
+    assert {probe.seed for probe in added} == missed
+    assert not {probe.rate_per_s for probe in added} & set(cut.rates_per_s), "what was measured is not measured again"
+    assert len(whole.workload_digests) == len(whole.workloads) == len(whole.knees)
+    assert not any("out of time" in note for note in whole.notes)
+
+
 def test_a_further_rate_lies_where_a_knee_was_missed() -> None:
     below, above = "below the lowest rate tried (2/s)", "above the highest rate tried (4/s)"
     assert bracket.further_rate([2.0, 4.0], ["", ""]) is None
