@@ -21,7 +21,7 @@ from coordinator.compare.workload import PlannedRequest, Workload
 from protos.splitpoint.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 MAX_SEND_LAG_SHARE = 0.01
-"""Of the TTFT SLO, at p99."""
+"""Of the TTFT that the objective allows the request, at p99."""
 KEPT_GAPS = 4000
 """Of one probe in a record."""
 TIMER_TICK_S = 0.001
@@ -94,7 +94,7 @@ class ArmTarget:
         if self.transport:
             found.append(("x-splitpoint-transport", self.transport))
         if self.slo is not None:
-            ttft_s = self.slo.ttft_s + self.slo.ttft_s_per_token * prompt_tokens
+            ttft_s = self.slo.ttft_for_s(prompt_tokens)
             found.append(("x-splitpoint-slo-ttft-ms", f"{ttft_s * 1e3:.6g}"))
             found.append(("x-splitpoint-slo-tpot-ms", f"{self.slo.tpot_s * 1e3:.6g}"))
         return tuple(found)
@@ -112,9 +112,13 @@ class Slo:
     itl_p99_s: float | None = None
     ttft_s_per_token: float = 0.0
 
+    def ttft_for_s(self, prompt_tokens: int) -> float:
+        """What TTFT may be for a prompt of so many tokens, seconds."""
+        return self.ttft_s + self.ttft_s_per_token * prompt_tokens
+
     def allows_s(self, prompt_tokens: int, output_tokens: int) -> float:
         """How long a request may take that just meets it, seconds."""
-        return self.ttft_s + self.ttft_s_per_token * prompt_tokens + self.tpot_s * (output_tokens - 1)
+        return self.ttft_for_s(prompt_tokens) + self.tpot_s * (output_tokens - 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,7 +152,7 @@ class Outcome:
 
     def meets(self, slo: Slo) -> bool:
         """Failed, refused, late and wrong-length requests do not."""
-        if self.failure or self.ttft_s is None or self.ttft_s > slo.ttft_s + slo.ttft_s_per_token * self.prompt_tokens:
+        if self.failure or self.ttft_s is None or self.ttft_s > slo.ttft_for_s(self.prompt_tokens):
             return False
         tpot_s = self.tpot_s
         if tpot_s is not None and tpot_s > slo.tpot_s:
@@ -208,6 +212,10 @@ class Probe:
     def lag_p99_s(self) -> float:
         return percentile([outcome.lag_s for outcome in self.outcomes], 0.99)
 
+    def lag_share(self, slo: Slo) -> float:
+        """The p99 of what each request's send lag is of the TTFT that the objective allows it."""
+        return percentile([outcome.lag_s / slo.ttft_for_s(outcome.prompt_tokens) for outcome in self.outcomes], 0.99)
+
 
 async def run_probe(
     client: Client,
@@ -216,14 +224,14 @@ async def run_probe(
     path: str,
     rate_per_s: float,
     deadline_s: float,
-    ttft_slo_s: float | None = None,
+    slo: Slo | None = None,
     now: Callable[[], float] = time.perf_counter,
     on_done: Callable[[], None] = lambda: None,
     warm_up: int = 0,
     cool_down: int = 0,
     half: int = 0,
 ) -> Probe:
-    """Send the workload and wait for every reply. Without `ttft_slo_s` the send lag is reported, not judged.
+    """Send the workload and wait for every reply. Without `slo` the send lag is reported, not judged.
 
     Of its requests the first `warm_up` find the system filling, the last `cool_down` emptying; neither is judged. Cancelling it
     cancels what is outstanding.
@@ -247,9 +255,9 @@ async def run_probe(
         half=half,
         began_s=start,
     )
-    if ttft_slo_s is not None and probe.lag_p99_s > MAX_SEND_LAG_SHARE * ttft_slo_s:
-        allowed_ms = MAX_SEND_LAG_SHARE * ttft_slo_s * 1e3
-        probe.void = f"the client fell behind: p99 send lag {probe.lag_p99_s * 1e3:.1f} ms, allowed {allowed_ms:.1f} ms"
+    if slo is not None and (share := probe.lag_share(slo)) > MAX_SEND_LAG_SHARE:
+        late = f"p99 send lag {probe.lag_p99_s * 1e3:.1f} ms, {share:.1%} of the TTFT objective"
+        probe.void = f"the client fell behind: {late} (allowed {MAX_SEND_LAG_SHARE:.0%})"
         if isinstance(client, ScheduleSender):
             client.fell_behind()
     return probe

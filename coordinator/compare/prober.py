@@ -10,7 +10,7 @@ from coordinator.compare.blocks import Turn
 from coordinator.compare.experiment import MIN_JUDGED, Experiment
 from coordinator.compare.load import Probe, run_one_at_a_time, run_probe
 from coordinator.compare.record import ArmRecord, Record
-from coordinator.compare.run import ComparisonError, Workloads, tightest_ttft_s
+from coordinator.compare.run import ComparisonError, Workloads
 from coordinator.compare.tools import Progress, Tools
 from coordinator.compare.workload import TUNING_SEEDS_FROM, Workload
 
@@ -114,7 +114,7 @@ class Prober:
                 path=turn.arm,
                 rate_per_s=turn.rate_per_s,
                 deadline_s=experiment.deadline_s,
-                ttft_slo_s=tightest_ttft_s(self._record().slo, workload),
+                slo=self._record().slo,
                 now=tools.now,
                 on_done=on_done,
                 warm_up=edge,

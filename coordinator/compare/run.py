@@ -207,7 +207,7 @@ async def calibrate(
     except SloError as error:
         raise ComparisonError(str(error)) from error
     middle_tokens = statistics.median(outcome.prompt_tokens for outcome in outcomes[baseline])
-    ttft_s = slo.ttft_s + slo.ttft_s_per_token * middle_tokens
+    ttft_s = slo.ttft_for_s(round(middle_tokens))
     multiples = {"ttft": ttft_s / base.ttft.p50, "tpot": slo.tpot_s / base.tpot.p50}
     return Calibration(outcomes, slo, base.e2e.p50, multiples)
 
@@ -220,11 +220,6 @@ def ttft_line(outcomes: Sequence[Outcome]) -> tuple[float, float] | None:
     rows = np.array([[1.0, outcome.prompt_tokens] for outcome in answered])
     (base_s, per_token_s), _ = optimize.nnls(rows, np.array([outcome.ttft_s for outcome in answered], dtype=float))
     return float(base_s), float(per_token_s)
-
-
-def tightest_ttft_s(slo: Slo, workload: Workload) -> float:
-    """The TTFT asked of the workload's shortest prompt: what a late client spoils first."""
-    return slo.ttft_s + slo.ttft_s_per_token * min(len(request.prompt_token_ids) for request in workload.requests)
 
 
 def goodputs(plan: QuickPlan, probes: Sequence[Probe], slo: Slo) -> tuple[list[dict[str, Any]], list[float], list[float]]:
@@ -257,7 +252,7 @@ async def _run_plan(
             path=step.path,
             rate_per_s=step.rate_per_s,
             deadline_s=deadline_s,
-            ttft_slo_s=tightest_ttft_s(calibration.slo, workload),
+            slo=calibration.slo,
         )
         probes.append(probe)
     say("done", 1.0)

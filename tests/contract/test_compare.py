@@ -136,7 +136,7 @@ async def test_a_client_that_falls_behind_voids_its_probe(service: tuple[FakeSer
         return loop.time() + (5.0 if readings > 1 else 0.0)
 
     async with GrpcClient(target) as client:
-        probe = await run_probe(client, make(spec(5)), path="split", rate_per_s=10.0, deadline_s=10, ttft_slo_s=1.0, now=now)
+        probe = await run_probe(client, make(spec(5)), path="split", rate_per_s=10.0, deadline_s=10, slo=Slo(1.0, 1.0), now=now)
     assert "fell behind" in probe.void
     assert probe.lag_p99_s > 1
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from coordinator.compare.clients import ClientProcesses
-from coordinator.compare.load import ArmTarget, run_probe
+from coordinator.compare.load import ArmTarget, Slo, run_probe
 from coordinator.compare.workload import Workload, WorkloadSpec, make
 from coordinator.gateway.api import Finished, Submission, Tokens
 from coordinator.gateway.grpc_front import build_grpc_server
@@ -108,7 +108,7 @@ async def test_a_schedule_that_was_late_is_followed_by_more_processes(served: tu
     _, target = served
     async with ClientProcesses(target, model=MODEL, most=3) as clients:
         assert clients.processes == 1
-        probe = await run_probe(clients, workload(), path="split", rate_per_s=200.0, deadline_s=60, ttft_slo_s=1e-9)
+        probe = await run_probe(clients, workload(), path="split", rate_per_s=200.0, deadline_s=60, slo=Slo(1e-9, 1.0))
         assert "fell behind" in probe.void
         assert [outcome.failure for outcome in probe.outcomes] == [""] * REQUESTS
         assert clients.processes == 2

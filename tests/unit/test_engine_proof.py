@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.compare import cli, faults
-from coordinator.compare.load import ArmTarget, Probe, run_probe
+from coordinator.compare.load import ArmTarget, Probe, Slo, run_probe
 from coordinator.compare.proof import engine_record, engine_truth
 from coordinator.compare.proof.engine_arms import Stall, Wander
 from coordinator.compare.proof.engine_cells import CELLS, FAULTS, TRUTHS, result, true_verdict
@@ -40,7 +40,7 @@ def probe(cell: EngineCell, arm: str, chunk: int = 32, rate: float = 3.0, reques
         made.client.know(arm, ArmTarget(arm, (pool_name(arm, chunk),)))
         async with made.client:
             return await run_probe(
-                made.client, workload(seed, requests), path=arm, rate_per_s=rate, deadline_s=60.0, ttft_slo_s=1.3, now=made.now
+                made.client, workload(seed, requests), path=arm, rate_per_s=rate, deadline_s=60.0, slo=Slo(1.3, 1.0), now=made.now
             )
 
     return run_virtual(work(), TURN_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.compare.load import Outcome, Slo
+from coordinator.compare.load import MAX_SEND_LAG_SHARE, Outcome, Probe, Slo
 from coordinator.compare.run import ttft_line
 from coordinator.compare.slo import SloError, SloSpec, in_words, parse
 
@@ -52,6 +52,18 @@ def test_the_default_is_a_multiple_of_the_unloaded_values() -> None:
 def test_what_is_no_objective_says_what_would_be(text: str, why: str) -> None:
     with pytest.raises(SloError, match=why):
         parse(text)
+
+
+def test_a_late_client_is_held_to_what_each_request_is_allowed() -> None:
+    """Two milliseconds are much of the 110 ms of a short prompt and little of the second of a long one."""
+
+    def probe(prompt_tokens: int) -> Probe:
+        late = [Outcome(index=i, due_s=0.0, lag_s=0.002, wanted_tokens=2, prompt_tokens=prompt_tokens) for i in range(40)]
+        return Probe(path="split", seed=1, rate_per_s=1.0, workload_digest="", outcomes=late)
+
+    slo = resolve("ttft=100ms+1ms/token,tpot=1s")
+    assert probe(10).lag_share(slo) == pytest.approx(0.002 / 0.11)
+    assert probe(10).lag_share(slo) > MAX_SEND_LAG_SHARE > probe(900).lag_share(slo)
 
 
 def test_a_long_prompt_may_take_longer() -> None:
