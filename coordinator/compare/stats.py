@@ -193,6 +193,16 @@ def seeds_to_settle(values: Sequence[float], margin: float, minimum: int) -> int
     return int(counts[np.argmax(decides)]) if decides.any() else None
 
 
+def seeds_to_narrow(values: Sequence[float], half_width: float, minimum: int) -> int | None:
+    """How many seeds in all would have an interval that narrow if further ones had this spread; None: more than `MAX_SEEDS`, or
+    unknown. Needs two values."""
+    if len(values) < 2:
+        return None
+    counts = np.arange(max(minimum, len(values)), MAX_SEEDS + 1)
+    narrow = _quantiles()[counts] * statistics.stdev(values) / np.sqrt(counts) <= half_width
+    return int(counts[np.argmax(narrow)]) if narrow.any() else None
+
+
 @functools.cache
 def _quantile(count: int, confidence: float) -> float:
     return float(scipy_stats.t.ppf((1 + confidence) / 2, count - 1))

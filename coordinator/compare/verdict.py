@@ -15,6 +15,7 @@ from coordinator.compare.stats import (
     bootstrap_interval,
     claim_p,
     holm,
+    seeds_to_narrow,
     seeds_to_settle,
     t_interval,
 )
@@ -22,6 +23,7 @@ from coordinator.compare.stats import (
 MARGIN = 0.05
 BASELINE = "colocated"
 MIN_SEEDS = 3
+WIDE = "the baseline against itself spreads wider than the margin"
 
 
 class Verdict(enum.StrEnum):
@@ -80,14 +82,18 @@ class Judgement:
         seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
         text = f"{self.winner}: {self.reason} [{measured}, {seeds}, margin {self.margin:.0%}]"
         if self.verdict is Verdict.UNDECIDED and self.seeds_needed is not None:
-            more = max(1, self.seeds_needed - self.seeds)
-            if self.seeds < 2:
-                text += f"; it takes at least {more} more"
-            elif self.looks and self.seeds >= self.looks[-1]:
-                text += f"; a new experiment of about {self.seeds_needed} seeds would settle it if they look like these"
-            else:
-                text += f"; about {more} more would settle it if they look like these"
+            text += f"; {what_settles(self.seeds, self.seeds_needed, self.looks, self.reason)}"
         return text
+
+
+def what_settles(seeds: int, needed: int, looks: Sequence[int], reason: str) -> str:
+    """For people: what an undecided experiment of `seeds` takes, when it is expected to take `needed` in all."""
+    more = max(1, needed - seeds)
+    if seeds < 2:
+        return f"it takes at least {more} more"
+    new = bool(looks) and seeds >= looks[-1]
+    text = f"a new experiment of about {needed} seeds would settle it" if new else f"about {more} more would settle it"
+    return f"{text} if they look like these" + (", or fewer with more requests a probe" if WIDE in reason else "")
 
 
 def judge(
@@ -126,8 +132,8 @@ def judge(
     if planned and seeds not in planned and not unfit:
         verdict, reason = Verdict.UNDECIDED, _between(seeds, planned)
     needed = None
-    if verdict is Verdict.UNDECIDED and not unfit:  # More seeds do not mend a rig.
-        needed = _needed(differences, bound, tuple(planned))
+    if verdict is Verdict.UNDECIDED and not faults:
+        needed = _needed(differences, floor if spread else (), bound, tuple(planned))
     boot = bootstrap_interval(differences) if bootstrap else None
     mean = sum(differences) / seeds if differences else None
     return Judgement(
@@ -230,11 +236,16 @@ def _between(seeds: int, planned: Mapping[int, float]) -> str:
     return f"all planned looks ({looks}) are past: seeds beyond them belong to a new experiment"
 
 
-def _needed(differences: Sequence[float], bound: float, looks: tuple[int, ...]) -> int | None:
-    """Seeds in all; with planned looks the first that is expected to settle it, after the last what a new plan needs."""
+def _needed(differences: Sequence[float], wide: Sequence[float], bound: float, looks: tuple[int, ...]) -> int | None:
+    """Seeds in all; with planned looks the first that is expected to settle it, after the last what a new plan needs. `wide`: the
+    baseline against itself, where that is to become narrower too; where it differs from itself no number of seeds mends it."""
     if len(differences) < 2:
         return MIN_SEEDS
     needed = seeds_to_settle(differences, bound, MIN_SEEDS)
+    if wide:
+        interval = t_interval(wide)
+        quiet = seeds_to_narrow(wide, bound, MIN_SEEDS) if interval is not None and interval.low <= 0 <= interval.high else None
+        needed = max(needed, quiet) if needed is not None and quiet is not None else None
     if not looks:
         return needed
     later = [look for look in looks if look > len(differences)]
@@ -248,7 +259,7 @@ def _unfit(floor: Interval, bound: float) -> str:
     if floor.low > 0 or floor.high < 0:
         return "the baseline differs from itself"
     if floor.half_width > bound:
-        return "the baseline against itself spreads wider than the margin"
+        return WIDE
     return ""
 
 

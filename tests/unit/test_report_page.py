@@ -141,7 +141,7 @@ class TestArms:
         assert [verdict for verdict, _ in found] == ["split", "undecided"]
         assert found[0][1].startswith("one-to-one: split: splitting serves more")
         assert "one-to-one over tuned-colocated 1.30" in found[0][1]
-        assert "more seeds like these would settle it" in found[1][1]
+        assert "more would settle it if they look like these" in found[1][1]
 
     def test_goodput_is_the_seeds_mean_with_its_interval(self) -> None:
         assert goodput_head(experiment()) == ["seed", *ARMS, "one-to-one / tuned-colocated", "split-fp8 / tuned-colocated"]

@@ -136,6 +136,21 @@ def test_seeds_to_settle_is_the_first_count_that_decides() -> None:
     assert low(needed - 1) <= margin
 
 
+def test_seeds_to_narrow_is_the_first_count_whose_interval_is_so_narrow() -> None:
+    values = [0.1, -0.1, 0.03, -0.02]
+    spread = float(np.std(values, ddof=1))
+    needed = stats.seeds_to_narrow(values, 0.05, 3)
+    assert needed is not None
+
+    def half_width(count: int) -> float:
+        return float(scipy_stats.t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+
+    assert half_width(needed) <= 0.05 < half_width(needed - 1)
+    assert stats.seeds_to_narrow(values, 1.0, 3) == len(values)
+    assert stats.seeds_to_narrow(values, 1e-6, 3) is None
+    assert stats.seeds_to_narrow([0.1], 0.05, 3) is None
+
+
 def test_seeds_to_settle_knows_no_answer_on_the_margin() -> None:
     margin = 0.1
     assert stats.seeds_to_settle([0.0, 0.2], margin, 3) is None

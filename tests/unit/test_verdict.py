@@ -72,8 +72,13 @@ def test_undecided_says_how_many_more_seeds() -> None:
     assert f"about {judgement.seeds_needed - 3} more" in judgement.sentence()
 
 
-def test_seeds_do_not_mend_a_rig() -> None:
-    assert judge(around(2.0), [0.3, -0.3, 0.1]).seeds_needed is None
+def test_seeds_narrow_a_wide_baseline_and_mend_no_rig() -> None:
+    wide = judge(around(2.0), [0.1, -0.1, 0.03])
+    assert wide.seeds_needed is not None
+    assert wide.seeds_needed > 10
+    assert wide.sentence().endswith("more would settle it if they look like these, or fewer with more requests a probe")
+    assert judge(around(2.0), [0.3, 0.31, 0.32]).seeds_needed is None, "it differs from itself"
+    assert judge(around(2.0), [0.1, -0.1, 0.03], faults=["the client fell behind"]).seeds_needed is None
 
 
 def test_verdict_mirrors_when_the_arms_change_places() -> None:

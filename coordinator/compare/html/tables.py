@@ -14,6 +14,7 @@ from coordinator.compare.html.quality import facts
 from coordinator.compare.load import Outcome, Probe, Slo
 from coordinator.compare.paired import paired
 from coordinator.compare.stats import knee
+from coordinator.compare.verdict import what_settles
 
 STRICT_LEVEL = 0.99
 STRICT_REQUESTS = 200
@@ -42,8 +43,7 @@ def sentence(judgement: Mapping[str, Any], what: str = "split over colocated") -
         text += ")"
     needed, seeds = judgement.get("seeds_needed"), judgement["seeds"]
     if judgement["verdict"] == "undecided" and needed is not None:
-        more = max(1, needed - seeds)
-        text += f"; it takes at least {more} more" if seeds < 2 else f"; about {more} more seeds like these would settle it"
+        text += f"; {what_settles(seeds, needed, judgement.get('looks', ()), judgement['reason'])}"
     return text
 
 
