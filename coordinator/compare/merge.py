@@ -35,14 +35,15 @@ class MergeError(ValueError):
 
 
 def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
-    """One record of all seeds, judged with alpha spent over `looks` where these were planned.
+    """One record of all seeds, judged with alpha spent over `looks` where these were planned. One record alone is judged anew, by
+    the rules of this version.
 
     Raises:
-        MergeError: fewer than two records, records of different experiments, or a seed that two of them have.
+        MergeError: no records, records of different experiments, or a seed that two of them have.
         ValueError: `looks` are no plan.
     """
-    if len(records) < 2:
-        raise MergeError("give two records at least")
+    if not records:
+        raise MergeError("give a record at least")
     _same(records)
     knees = [entry for record in records for entry in record.knees]
     seeds = [entry["seed"] for entry in knees]
@@ -72,9 +73,14 @@ def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
         judgement = judge(
             ratios(knees, "split", BASELINE), floor(knees, BASELINE), first.judgement.margin, looks=looks, faults=unfit
         )
+    notes = [
+        f"merged from {len(records)} records; the unloaded figures and the manifest are of the first",
+        *(f"{record.started_at}: {note}" for record in records for note in record.notes),
+    ]
+    alone = len(records) == 1
     return dataclasses.replace(
         first,
-        kind="merged",
+        kind=first.kind if alone else "merged",
         verdicts=verdicts,
         parity=[sample for record in records for sample in record.parity],
         usage=_usage(records),
@@ -97,10 +103,7 @@ def merge(records: Sequence[Record], looks: Sequence[int] = ()) -> Record:
         judgement=judgement,
         client_nice=max(record.client_nice for record in records),
         client_realtime=all(record.client_realtime for record in records),
-        notes=[
-            f"merged from {len(records)} records; the unloaded figures and the manifest are of the first",
-            *(f"{record.started_at}: {note}" for record in records for note in record.notes),
-        ],
+        notes=first.notes if alone else notes,
     )
 
 

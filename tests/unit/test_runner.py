@@ -590,6 +590,14 @@ def test_runs_with_seeds_of_their_own_merge_into_one_verdict() -> None:
     assert [summary.path for summary in whole.loaded] == ["colocated", "split"]
     with pytest.raises(MergeError, match="planned in its experiment"):
         merge(parts, [4])
+    with pytest.raises(MergeError, match="a record at least"):
+        merge([])
+    alone = dataclasses.replace(parts[0], **_cut(parts[0], 2))
+    stale = dataclasses.replace(alone, verdicts={}, judgement=dataclasses.replace(alone.judgement, reason="by older rules"))
+    again = merge([stale])
+    assert again.verdicts == {"split": again.judgement}
+    assert again.judgement.reason != "by older rules"
+    assert (again.kind, again.notes, again.knees, again.wall_s) == (alone.kind, alone.notes, alone.knees, alone.wall_s)
     older = [dataclasses.replace(part, experiment={**part.experiment, "warm_up_share": 0.1}) for part in parts]
     with pytest.raises(MergeError, match="another version of this program"):
         merge([dataclasses.replace(part, **_cut(part, 2)) for part in older])
