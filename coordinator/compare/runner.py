@@ -29,9 +29,8 @@ from coordinator.routing.auto import AUTO
 
 TAIL_S = 5.0
 """A probe is expected to end this long after its last arrival, until a seed has been measured."""
-FURTHER_RATES = 4
-"""A seed has at most so many rates more than were planned, of every arm, where an arm's knee lies beyond those: what can be
-served of two windows of one trace may differ four times (docs/benchmarks/verdicts.md)."""
+FURTHER_RATES = 2
+"""A seed has at most so many rates more than were planned, of every arm, where an arm's knee lies beyond those."""
 UNLOADED_SHARE = 0.1
 """Of the rate where the search begins by itself."""
 OUT_OF_TIME = "out of time"
