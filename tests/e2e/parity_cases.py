@@ -166,13 +166,25 @@ def _stops() -> list[Case]:
 
 
 JSON = '{"type":"object","properties":{"city":{"enum":["Paris","London"]},"n":{"type":"integer"}},"required":["city","n"]}'
+AS_JSON = 'Paris as JSON: {"city": "Paris", "n": 1}\nRome as JSON: {"city": "Rome", "n": 2}\nLondon as JSON:'
+AS_JSON_CHAT = user(
+    "London as JSON.",
+    ("user", "Paris as JSON."),
+    ("assistant", '{"city": "Paris", "n": 1}'),
+    ("user", "Rome as JSON."),
+    ("assistant", '{"city": "Rome", "n": 2}'),
+)
+GRAMMAR = 'root ::= (" London" | " Paris") ".\\nThe capital of"'
 CHOICE = common_pb2.ChoiceConstraint(choices=["Paris is large", "London is grey"])
 
 
 def _sampling() -> list[Case]:
-    """What the hand-over must treat with care. Not forwarded: decode computes the prompt's last token by itself."""
-    english, story = TEXTS["English"], TEXTS["story"]
+    """What the hand-over must treat with care. Not forwarded: decode computes the prompt's last token by itself, in another shape
+    than a colocated worker. On some processors the last bits differ then, so greedy ones say what is certain (gaps of 0.7 and
+    more between the two best candidates, the model's own last bits are worth 0.13)."""
+    english, story, counting = TEXTS["English"], TEXTS["story"], TEXTS["counting"]
     nucleus = {"temperature": 1.1, "seed": 11, "top_p": 0.8, "top_k": 40, "min_p": 0.02}
+    penalties = {"presence_penalty": 0.6, "frequency_penalty": -0.4, "repetition_penalty": 1.1}
     made: list[tuple[str, Prompt, dict[str, Any], bool]] = [
         ("seeded", story, {"temperature": 0.9, "seed": 7, "max_tokens": 14}, False),
         ("seeded, top_p, top_k, min_p", english, nucleus, False),
@@ -180,15 +192,15 @@ def _sampling() -> list[Case]:
         ("seeded, chat", user("Tell me a joke."), {"temperature": 0.8, "seed": 2**40, "max_tokens": 16}, False),
         ("greedy with a seed", english, {"seed": 5}, True),
         ("repetition penalty", story, {"repetition_penalty": 1.3, "max_tokens": 14}, True),
-        ("presence penalty", story, {"presence_penalty": 1.5, "max_tokens": 14}, False),
-        ("frequency penalty", TEXTS["counting"], {"frequency_penalty": 1.2, "max_tokens": 14}, False),
-        ("all penalties", english, {"presence_penalty": 0.6, "frequency_penalty": -0.4, "repetition_penalty": 1.1}, False),
-        ("JSON schema", english, {"json_schema": JSON, "max_tokens": 24, "ignore_eos": False}, False),
-        ("JSON schema, chat", user("Which city is large?"), {"json_schema": JSON, "max_tokens": 24, "ignore_eos": False}, False),
+        ("presence penalty", counting, {"presence_penalty": 1.5, "max_tokens": 14}, False),
+        ("frequency penalty", counting, {"frequency_penalty": 1.2, "max_tokens": 14}, False),
+        ("all penalties", english, penalties | {"max_tokens": 6}, False),
+        ("JSON schema", AS_JSON, {"json_schema": JSON, "max_tokens": 24, "ignore_eos": False}, False),
+        ("JSON schema, chat", AS_JSON_CHAT, {"json_schema": JSON, "max_tokens": 24, "ignore_eos": False}, False),
         ("choice", english, {"choice": CHOICE, "ignore_eos": False}, False),
-        ("regex", english, {"regex": "[a-z]{3} [0-9]{4}", "max_tokens": 12, "ignore_eos": False}, False),
-        ("grammar", english, {"grammar": 'root ::= "yes" | "no" " sir"', "max_tokens": 12, "ignore_eos": False}, False),
-        ("JSON object", story, {"json_object": True, "max_tokens": 12, "ignore_eos": False}, False),
+        ("regex", counting, {"regex": "( [0-9]{1,2},){4} [0-9]", "max_tokens": 12, "ignore_eos": False}, False),
+        ("grammar", english, {"grammar": GRAMMAR, "max_tokens": 12, "ignore_eos": False}, False),
+        ("JSON object", AS_JSON, {"json_object": True, "max_tokens": 24, "ignore_eos": False}, False),
         ("JSON schema, one token", english, {"json_schema": JSON, "max_tokens": 1}, False),
         ("seeded, one token", story, {"temperature": 1.2, "seed": 4, "max_tokens": 1}, False),
         ("bad words", english, {"bad_words": ["London", " the capital"]}, False),
