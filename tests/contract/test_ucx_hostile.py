@@ -149,6 +149,9 @@ async def test_a_flood_of_asks_is_refused_while_the_nodes_loop_stands_still() ->
             await until(lambda: sender.counters().get("refused.pending", 0) == FLOOD - PENDING, 30)
         finally:
             go_on.set()
+        # Until those that wait have been told, they hold every place: an ask that overtakes its own reservation gets none.
+        await until(lambda: sender.counters().get("refused.unknown", 0) == PENDING, 20)
+        await until(lambda: len(sender._rt.tasks) == 0, 20)
         await complete(pair.transfer(40, "ucx"))
         await pair.settled()
 
