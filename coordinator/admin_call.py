@@ -15,6 +15,16 @@ Admin = Annotated[str, typer.Option(envvar="SPLITPOINT_ADMIN", metavar="HOST:POR
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+WHOLE_CELLS = 10_000
+"""Wider than any table: a table is as wide as what it shows."""
+
+
+def output_console() -> Console:
+    """Standard output for tables. Where it is no terminal nothing is wrapped or cut: `grep` and `awk` find whole names."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WHOLE_CELLS)
+
+
 def fail(message: str) -> typer.Exit:
     """Say why on standard error; raise what is returned."""
     Console(stderr=True).print(message, style="bold red", markup=False, soft_wrap=True)

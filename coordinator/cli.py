@@ -91,7 +91,7 @@ def status(admin: Admin = DEFAULT_ADMIN, as_json: AsJson = False) -> None:
     if as_json:
         print_json(as_dict(reply))
         return
-    _print_status(reply, Console())
+    _print_status(reply, admin_call.output_console())
 
 
 @app.command()
@@ -119,7 +119,7 @@ def doctor(config: ConfigFile = None, sets: Sets = None, as_json: AsJson = False
     if as_json:
         print_json(record(findings))
     else:
-        Console().print(table(findings))
+        admin_call.output_console().print(table(findings))
     if worst(findings) is Level.FAIL:
         raise typer.Exit(1)
 

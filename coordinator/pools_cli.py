@@ -174,7 +174,7 @@ def _print_plan(plan: Iterable[admin_pb2.WorkerPlan]) -> None:
     table = Table("what", "worker", "from", "to", "why")
     for step in plan:
         table.add_row(step.action, step.worker_id, step.pool, step.new_pool, step.reason)
-    Console().print(table)
+    admin_call.output_console().print(table)
 
 
 def _pool(status: admin_pb2.GetStatusResponse, name: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import grpc
 import httpx
 import psutil
 import pytest
+import yaml
 
 from protos.errors import Code
 from protos.grpc_errors import from_rpc_error
@@ -24,6 +27,7 @@ from tests.e2e.system import ROOT, Served, start, until
 
 pytestmark = pytest.mark.timeout(180)
 
+GUIDE = ROOT / "docs" / "guide-operators.md"
 WAYS = [("split", "ucx"), ("split", "grpc"), ("colocated", None)]
 _GUARDED = admin_pb2.ScalePoolRequest(pool="decode", replicas=2, current_replicas=7)
 PROMPT = list(range(1000, 1100))
@@ -131,6 +135,34 @@ class TestOperators:
         assert splitpoint(system, "scale", "decode", "--replicas", "1").returncode == 0
         shrunk = system.wait_ready(60, decode=1, prefill=1)
         assert {i: w.pid for i, w in shrunk.items()} == {i: w.pid for i, w in before.items()}, "the oldest stays"
+
+    def test_the_guides_commands_to_scale_and_drain(self, system: Served) -> None:
+        """In the guide's order, on the workers that are there, with requests on their way."""
+        (block,) = re.findall(r"## Scale and drain\n\n```\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+        commands = [shlex.split(line)[1:] for line in block.splitlines()]
+        before = system.workers()
+        assert splitpoint(system, "scale", "decode", "--replicas", "2", "--wait").returncode == 0
+        names = {f"decode-{n}": worker for n, worker in enumerate(sorted(system.workers("decode")), 1)}
+        said: dict[str, list[str]] = {}
+        with in_flight(system, 2, 300) as futures:
+            for arguments in commands:
+                done = splitpoint(system, *[names.get(argument, argument) for argument in arguments])
+                assert done.returncode == 0, done.stderr
+                said.setdefault(" ".join(arguments[:2]), []).append(done.stdout)
+            statuses = [future.result(timeout=60).status_code for future in futures]
+        assert splitpoint(system, "scale", "decode", "--replicas", "1", "--wait").returncode == 0
+        assert set(system.wait_ready(60, prefill=1, decode=1)) & set(before), "the prefill worker stayed"
+        assert statuses == [200, 200]
+        assert "target 1, ready 3" in said["scale decode"][1], "a dry run changes nothing"
+        decode = {w["worker_id"]: w for w in json.loads(said["get workers"][0])}
+        assert len(decode) == 3
+        assert names["decode-1"] not in decode, "drained, and followed by another"
+        assert not decode[names["decode-2"]]["cordoned"]
+        assert [line.split()[1] for line in said["get pools"][0].splitlines() if " / " in line or line.startswith("│")] == [
+            "prefill",
+            "decode",
+        ]
+        assert isinstance(yaml.safe_load(said["get requests"][0]), list)
 
     def test_a_scale_that_is_taken_back_at_once_changes_nothing(self, system: Served) -> None:
         before = system.workers()

@@ -250,6 +250,15 @@ class TestGet:
         narrow, wide = (run("get", what, *more, COLUMNS="400").output for more in ([], ["-o", "wide"]))
         assert len(wide.splitlines()[0]) > len(narrow.splitlines()[0])
 
+    def test_what_is_piped_is_not_cut_to_a_width(self, calls: list[Any]) -> None:
+        for arguments in (["get", "workers", "-o", "wide"], ["get", "pools", "-o", "wide"], ["status"]):
+            text = run(*arguments, COLUMNS="20").output
+            assert "decode" in text
+            assert "\u2026" not in text
+            rows = [line for line in text.splitlines() if line.startswith("│")]
+            assert rows
+            assert all(row.split("│")[1].strip() for row in rows), "a row is a line"
+
     def test_workers_of_one_pool(self, calls: list[Any]) -> None:
         assert "decode-1" in run("get", "workers", "--pool", "decode").output
         assert "decode-1" not in run("get", "workers", "--pool", "prefill").output
