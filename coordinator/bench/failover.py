@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,8 @@ RAMP_FLOOR = 0.5
 """Of the planned rate, at both ends of the run."""
 WINDOW_S = 300.0
 """Before the loss, and after it."""
+BIN_S = 10.0
+"""Of the figure; from one minute before the loss to the end of the window after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,19 @@ def judged(outcome: Outcome, spec: FailoverSpec, groups: int) -> dict[str, Any]:
         "capacity_back_s": None if back_s is None else back_s - lost_s,
         "last_late_s": max(late, default=0.0),
         "holds": found["after"] >= spec.attainment,
+        "bins": _bins(outcome, spec, lost_s),
     }
+
+
+def _bins(outcome: Outcome, spec: FailoverSpec, lost_s: float) -> list[dict[str, float]]:
+    """What came around the loss, and how much of that was kept; bins to which nothing came are not there."""
+    came, kept = Counter[float](), Counter[float]()
+    for request in outcome.requests:
+        from_s = BIN_S * math.floor((request.arrival_s - lost_s) / BIN_S)
+        if -60.0 <= from_s < WINDOW_S:
+            came[from_s] += 1
+            kept[from_s] += request.kept(spec)
+    return [{"from_s": from_s, "came": came[from_s], "kept": kept[from_s]} for from_s in sorted(came)]
 
 
 def table(record: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ def failover(
     ttft_s: Annotated[float, typer.Option(min=0.01, help="Objective: seconds until the first token.")] = 2.0,
     seed: Annotated[list[int] | None, typer.Option(help="Repeatable; 1, 2 and 3 unless given.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw what was kept around the loss.")] = None,
 ) -> None:
     """Lose one of several groups at the peak of a trace: no spare, a placed one, a warm one, one group more. Virtual time."""
     from coordinator.bench.failover import measure, table
@@ -69,3 +70,7 @@ def failover(
             "command": sys.argv[1:],
         }
         json_file.write_text(json.dumps(record, indent=1) + "\n")
+    if plot_file is not None:
+        from coordinator.bench.failover_plot import plot
+
+        plot(plot_file, record)

@@ -110,6 +110,7 @@ class Groups:
         settings = Settings()
         self._spec, self._loss = spec, loss
         self._rules = rules_of(settings)
+        self._probe_timeout_s = settings.coordinator.probe_timeout_s
         client = settings.gateway.worker_client
         self._notice_s = 0.0 if loss == "process" else client.keepalive_time_s + client.keepalive_timeout_s
         self._target = PoolTarget(
@@ -125,6 +126,7 @@ class Groups:
         self._waiting: list[WorkerId] = []
         self._groups: dict[WorkerId, _Group] = {}
         self._silent: set[WorkerId] = set()
+        self._probing: set[WorkerId] = set()
         self._noticed_s = 0.0
         self._heard = -1
         self._numbers: Counter[str] = Counter()
@@ -251,16 +253,20 @@ class Groups:
             self._fleet.heard(self._beat(group), self._now_s)
 
     def _pass(self) -> None:
-        """One pass of reconcile, carried out; gateways hear of the membership."""
+        """One pass of reconcile, carried out."""
         actual = Actual(
             workers=self._fleet.records(), backoff=self._fleet.backoff, silent_nodes=frozenset(self._fleet.silent_nodes)
         )
         for action in reconcile([self._target], actual, self._now_s, self._rules):
             self._carry_out(action)
+        self._heed()
+        self._count()
+
+    def _heed(self) -> None:
+        """Gateways hear of the membership."""
         if self._fleet.last_change != self._heard:
             self._heard = self._fleet.last_change
             self._router.update(self._fleet.views(self._now_s))
-        self._count()
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -277,8 +283,7 @@ class Groups:
                 node = f"node {self._places[worker_id]}" if worker_id in self._places else None
                 self._fleet.reserved(worker_id, node, self._now_s)
             case ProbeWorker(worker_id):
-                silent = worker_id in self._silent
-                self._fleet.probed(worker_id, not silent, self._now_s, host_silent=silent)
+                self._probe(worker_id)
             case FenceWorker(worker_id, reason) | ForgetWorker(worker_id, reason):
                 self._fleet.died(worker_id, reason, self._now_s)
                 self._fleet.forget(worker_id)
@@ -287,6 +292,20 @@ class Groups:
                 self._at(self._now_s, self._pass)
             case DrainWorker() | StopWorker() | RelabelWorker():
                 raise AssertionError(f"nobody asked for it: {action}")
+
+    def _probe(self, worker_id: WorkerId) -> None:
+        """One at a time; a silent node is known by the probe's time-out."""
+        if worker_id in self._probing:
+            return
+        self._probing.add(worker_id)
+
+        def answered() -> None:
+            self._probing.discard(worker_id)
+            silent = worker_id in self._silent
+            self._fleet.probed(worker_id, not silent, self._now_s, host_silent=silent)
+            self._heed()
+
+        self._at(self._now_s + (self._probe_timeout_s if worker_id in self._silent else 0.0), answered)
 
     def _new(self, spare: bool) -> None:
         self._numbers[POOL] += 1

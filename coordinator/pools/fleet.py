@@ -89,7 +89,8 @@ class Member:
             cordoned=record.cordoned,
             spare=record.spare,
             heartbeat_age_s=max(0.0, age_s),
-            detail=detail or self.beat.view.detail,
+            silent=record.failed_probes > 0,
+            detail=detail or _silence(record) or self.beat.view.detail,
         )
 
 
@@ -236,15 +237,19 @@ class Fleet:
             self.failures.pop(pool, None)
 
     def probed(self, worker_id: WorkerId, answered: bool, now_s: float, *, host_silent: bool = False) -> None:
-        """A data-plane probe ended. `host_silent`: not even the worker's host answered."""
+        """A data-plane probe ended. `host_silent`: not even the worker's host answered. Gateways hear when that
+        begins and when it is over."""
         member = self.members.get(worker_id)
         if member is None:
             return
         failed = 0 if answered else member.record.failed_probes + 1
+        news = bool(failed) is not bool(member.record.failed_probes)
         if failed:
             who = "its host is silent" if host_silent else "its host answers"
             log.warning("worker %s does not answer its data plane (%d in a row, %s)", worker_id, failed, who)
         member.record = replace(member.record, probed_s=now_s, failed_probes=failed, host_silent=host_silent and bool(failed))
+        if news:
+            self._bump()
 
     def drain(self, worker_id: WorkerId, until_s: float) -> None:
         """A drain is wanted; gateways stop choosing the worker at once. Idempotent, keeps the earlier end. One that does not
@@ -356,7 +361,13 @@ class Fleet:
         return [member.record for member in self.members.values()]
 
 
+def _silence(record: WorkerRecord) -> str:
+    """For operators; "" while its data plane answers."""
+    who = "its host" if record.host_silent else "its data plane"
+    return f"{who} does not answer" if record.failed_probes else ""
+
+
 def _membership(view: WorkerView) -> tuple[object, ...]:
     """What gateways must hear of at once; loads may be a heartbeat old."""
-    who = (view.incarnation, view.pool, view.role, view.state, view.cordoned, view.spare)
+    who = (view.incarnation, view.pool, view.role, view.state, view.cordoned, view.spare, view.silent)
     return (*who, view.address, view.ranks, view.fingerprint)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from coordinator.routing.views import WorkerView
 
 LAST_RESORT = 1 << 62
-"""Added to the score of a worker whose stream is down: it comes after every other, but it may be about to come up."""
+"""Added to the score of a worker whose stream is down, or that answers the coordinator nothing: it comes after every other, but
+it may be about to come up."""
 _NOTHING = 1 << 63
 
 
@@ -23,24 +24,34 @@ class Load:
     Of a member the score stands in `column[place]` as well: who compares all members at once reads one array.
     """
 
-    __slots__ = ("_heartbeat_tokens", "_reachable", "column", "in_flight_tokens", "place", "score")
+    __slots__ = ("_heartbeat_tokens", "_reachable", "_silent", "column", "in_flight_tokens", "place", "score")
 
     def __init__(self) -> None:
         self.in_flight_tokens = 0
         self._heartbeat_tokens = 0
         self._reachable = True
+        self._silent = False
         self.score = 0
         self.column: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self.place = 0
 
-    def set(self, *, in_flight_by: int = 0, heartbeat_tokens: int | None = None, reachable: bool | None = None) -> None:
+    def set(
+        self,
+        *,
+        in_flight_by: int = 0,
+        heartbeat_tokens: int | None = None,
+        reachable: bool | None = None,
+        silent: bool | None = None,
+    ) -> None:
         """Change what is given; `in_flight_by` is added."""
         self.in_flight_tokens += in_flight_by
         if heartbeat_tokens is not None:
             self._heartbeat_tokens = heartbeat_tokens
         if reachable is not None:
             self._reachable = reachable
-        self.score = self.in_flight_tokens + self._heartbeat_tokens + (0 if self._reachable else LAST_RESORT)
+        if silent is not None:
+            self._silent = silent
+        self.score = self.in_flight_tokens + self._heartbeat_tokens + (LAST_RESORT if self._silent or not self._reachable else 0)
         self.column[self.place] = self.score
 
 
@@ -65,7 +76,7 @@ class LoadBook:
         self._members: frozenset[str] = frozenset()
 
     def candidates(self, views: Iterable[WorkerView]) -> list[Candidate]:
-        """The members from now on, with their heartbeats' load. What left and has nothing in flight is forgotten."""
+        """The members from now on, with their heartbeats' load and silence. What left and has nothing in flight is forgotten."""
         members = list(views)
         column = np.zeros(len(members), dtype=np.int64)
         made = []
@@ -74,7 +85,8 @@ class LoadBook:
             if load is None:
                 load = self._loads[view.incarnation] = Load()
             load.column, load.place = column, place
-            load.set(heartbeat_tokens=(view.running + view.waiting) * self._heartbeat_request_tokens)
+            tokens = (view.running + view.waiting) * self._heartbeat_request_tokens
+            load.set(heartbeat_tokens=tokens, silent=view.silent)
             made.append(Candidate(view, load))
         self._members = frozenset(c.view.incarnation for c in made)
         self._loads = {k: load for k, load in self._loads.items() if k in self._members or load.in_flight_tokens}

@@ -79,6 +79,14 @@ class TestReplay:
             assert none["after"] <= placed["after"] <= warm["after"]
             assert none["after"] < warm["after"]
 
+    def test_a_silent_node_gets_nothing_new_once_a_probe_has_failed(self) -> None:
+        outcome = Groups(SPEC, 2, 1, SpareKind.WARM, "node", 1).run(arrivals(ROWS, SPEC, 1))
+        lost_s = SPEC.duration_s / 2
+        sent_there_s = [r.arrival_s - lost_s for r in outcome.requests if r.attempts > 1 and r.arrival_s >= lost_s]
+        # 3 s until its heartbeat is missed, a second at most until that is seen, 2 s for the probe; the keep-alive takes 15.
+        assert sent_there_s
+        assert max(sent_there_s) <= 6.0
+
     def test_who_was_on_the_lost_group_is_retried_and_nobody_fails_with_its_process(self, record: dict[str, Any]) -> None:
         for arm in range(4):
             run = self.run(record, "process", arm)
@@ -108,13 +116,17 @@ def test_a_request_counts_as_kept_within_both_objectives_only() -> None:
     assert (found["before"], found["after"], found["rest"]) == (0.25, 0.0, 1.0)
     assert (found["failed"], found["retried"], found["capacity_back_s"], found["last_late_s"]) == (1, 1, 30.0, 10.0)
     assert not found["holds"]
+    assert found["bins"] == [{"from_s": -10.0, "came": 4, "kept": 1}, {"from_s": 10.0, "came": 1, "kept": 0}]
 
 
 def test_the_command_prints_and_writes_its_record(tmp_path: Path) -> None:
-    out = tmp_path / "record.json"
+    out, drawn = tmp_path / "record.json", tmp_path / "drawn.png"
     options = ["--groups", "1", "--minutes", "12", "--headroom", "0.05", "--seed", "1"]
-    ran = CliRunner().invoke(app, ["bench", "failover", "--trace", str(TRACE), *options, "--json", str(out)])
+    ran = CliRunner().invoke(
+        app, ["bench", "failover", "--trace", str(TRACE), *options, "--json", str(out), "--plot", str(drawn)]
+    )
     assert ran.exit_code == 0, ran.output
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     assert "200 rows of a trace" in ran.output
     assert json.loads(out.read_text())["kind"] == "bench-failover"
     missing = CliRunner().invoke(app, ["bench", "failover", "--trace", str(tmp_path / "none.csv")])

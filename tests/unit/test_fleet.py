@@ -148,6 +148,22 @@ async def test_probes_count_failures_in_a_row(fleet: Fleet) -> None:
     fleet.probed(WorkerId("gone"), False, 4.0)
 
 
+async def test_gateways_hear_of_a_silence_when_it_begins_and_when_it_is_over(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    heard = []
+    for answered, host_silent in ((False, True), (False, False), (True, False), (True, False)):
+        before = fleet.last_change
+        fleet.probed(D1, answered, 2.0, host_silent=host_silent)
+        [view] = fleet.views(2.0)
+        heard.append((fleet.last_change > before, view.silent, view.detail))
+    assert heard == [
+        (True, True, "its host does not answer"),
+        (False, True, "its data plane does not answer"),
+        (True, False, ""),
+        (False, False, ""),
+    ]
+
+
 async def test_only_short_lives_make_a_crash_loop(fleet: Fleet) -> None:
     fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
     fleet.died(D1, "no memory", 5.0)

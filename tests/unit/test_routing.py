@@ -244,6 +244,18 @@ def test_a_worker_whose_stream_is_down_is_the_last_choice_but_one() -> None:
     assert pair(made).prefill.worker_id == "p1"
 
 
+def test_a_worker_that_answers_the_coordinator_nothing_is_the_last_choice() -> None:
+    views = [worker_view("p1"), worker_view("p2"), decode_view("d")]
+    made = router(replace(views[0], silent=True), *views[1:])
+    made.load.charge(views[1].incarnation, 10**6)
+    assert pair(made).prefill.worker_id == "p2"
+    assert pair(made, exclude=frozenset({views[1].incarnation})).prefill.worker_id == "p1", "better than none"
+    made.load.set_reachable(views[0].incarnation, True)
+    assert pair(made).prefill.worker_id == "p2", "its stream may not have noticed yet"
+    made.update(views)
+    assert pair(made).prefill.worker_id == "p1"
+
+
 # Breakers -------------------------------------------------------------------------------------------------------------
 
 
