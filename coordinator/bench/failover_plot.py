@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plot(path: Path, record: dict[str, Any]) -> None:
-    """A panel for each loss, a line for each arm: the share kept of what came in each bin, all seeds together. Raises `OSError`."""
+    """A panel for each loss, a line for each arm: what was kept of each bin, all seeds together. Raises `OSError`."""
     from matplotlib.figure import Figure
 
     losses = record["spec"]["losses"]
