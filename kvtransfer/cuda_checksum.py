@@ -1,7 +1,7 @@
 """CRC32C pieces (kvtransfer/pieces.py) of device memory, computed where the bytes lie. Importing this needs torch and Triton.
 
-One program folds `ROWS` pieces: every lane takes each `LANES`-th word with the map A^LANES, in registers; then each lane's own
-map puts its value in place and an exclusive-or over the lanes is the piece's raw CRC. Bytes are read once.
+A thread is a lane of a piece: it divides its words by P(y) in registers, folds the 32 that are left with the map A^LANES and puts
+the result in place with the map of its lane; an exclusive-or over the lanes is the piece's raw CRC. Bytes are read once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import triton.language as tl
 
 from kvtransfer import pieces
 
-ROWS = 4
+ROWS = 16
+"""Pieces of one program."""
+WARPS = 4
+_STEP = tl.constexpr([int(column) for column in pieces.advance_columns(pieces.LANES).view(np.int32)])
+"""In the kernel's code: loaded, they would take more instructions than the words."""
 
 
 @triton.jit
@@ -26,11 +30,28 @@ def _xor(a, b):
     return a ^ b
 
 
+@triton.jit
+def _divide(w, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15,
+            s16, s17, s18, s19, s20, s21, s22, s23, s24, s25, s26, s27, s28, s29, s30, s31):  # fmt: skip
+    """The next word: times y, and the carry `s31` comes back in at every term of P (`pieces.TERMS`)."""
+    return (w ^ s31, s0, s1, s2, s3, s4, s5 ^ s31, s6, s7 ^ s31, s8 ^ s31, s9 ^ s31, s10 ^ s31, s11, s12 ^ s31, s13 ^ s31, s14,
+            s15, s16, s17 ^ s31, s18 ^ s31, s19 ^ s31, s20, s21 ^ s31, s22 ^ s31, s23, s24 ^ s31, s25 ^ s31, s26 ^ s31, s27 ^ s31,
+            s28, s29, s30)  # fmt: skip
+
+
+@triton.jit
+def _advance(state):
+    """The map A^LANES."""
+    moved = tl.zeros_like(state)
+    for bit in tl.static_range(32):
+        moved ^= (0 - ((state >> bit) & 1)) & _STEP[bit]
+    return moved
+
+
 @triton.jit(do_not_specialize=["num_words", "num_pieces", "last_zeros"])
 def _piece_crcs(
     source,
     result,
-    step_columns,
     lane_columns,
     num_words,
     num_pieces,
@@ -46,29 +67,30 @@ def _piece_crcs(
     # A short last piece is set to the right: zeros before it do not change a raw CRC.
     length = tl.minimum(num_words.to(tl.int64) - start, PIECE_WORDS).to(tl.int32)
     shift = PIECE_WORDS - length
-    state = tl.zeros((ROWS, LANES), tl.int32)
-    for row in range(PIECE_WORDS // LANES):
-        word = row * LANES + lane[None, :] - shift[:, None]
-        wanted = (word >= 0) & (piece < num_pieces)[:, None]
-        folded = tl.load(source + start[:, None] + word, mask=wanted, other=0)
-        for bit in tl.static_range(32):
-            column = tl.load(step_columns + bit)
-            folded ^= (0 - ((state >> bit) & 1)) & column
-        state = folded
-    placed = tl.zeros((ROWS, LANES), tl.int32)
+    zero = tl.zeros((ROWS, LANES), tl.int32)
+    # The state's words, the lowest power of y first.
+    s = (zero,) * 32
+    for rows in range(PIECE_WORDS // LANES // 32):
+        for row in tl.static_range(32):
+            word = (rows * 32 + row) * LANES + lane[None, :] - shift[:, None]
+            wanted = (word >= 0) & (piece < num_pieces)[:, None]
+            s = _divide(tl.load(source + start[:, None] + word, mask=wanted, other=0), *s)
+    folded = zero
+    # Rolled: unrolled it takes minutes to compile.
+    for _power in range(32):
+        folded = _advance(folded) ^ s[31]
+        s = (zero,) + s[:31]  # noqa: RUF005 - Triton knows no unpacking here
+    placed = zero
     for bit in tl.static_range(32):
-        column = tl.load(lane_columns + bit * LANES + lane)
-        placed ^= (0 - ((state >> bit) & 1)) & column[None, :]
+        placed ^= (0 - ((folded >> bit) & 1)) & tl.load(lane_columns + bit * LANES + lane)[None, :]
     raw = tl.reduce(placed, 1, _xor)
     zeros = tl.where(piece == num_pieces - 1, last_zeros, full_zeros)
     tl.store(result + piece, raw ^ zeros, mask=piece < num_pieces)
 
 
 @functools.cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    step = torch.from_numpy(pieces.advance_columns(pieces.LANES).view(np.int32)).to(device)
-    lanes = torch.from_numpy(np.ascontiguousarray(pieces.lane_columns()).view(np.int32)).to(device)
-    return step, lanes
+def _lane_columns(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(pieces.lane_columns()).view(np.int32)).to(device)
 
 
 @functools.cache
@@ -89,12 +111,10 @@ def launch(memory: torch.Tensor, result: torch.Tensor | None = None) -> torch.Te
     count = pieces.piece_count(num_bytes)
     if result is None:
         result = torch.empty(count, dtype=torch.int32, device=memory.device)
-    step, lanes = _tables(memory.device)
     _piece_crcs[(-(-count // ROWS),)](
         memory.view(torch.int32),
         result,
-        step,
-        lanes,
+        _lane_columns(memory.device),
         num_bytes // pieces.WORD_BYTES,
         count,
         _zeros(pieces.PIECE_BYTES),
@@ -102,12 +122,13 @@ def launch(memory: torch.Tensor, result: torch.Tensor | None = None) -> torch.Te
         PIECE_WORDS=pieces.PIECE_BYTES // pieces.WORD_BYTES,
         LANES=pieces.LANES,
         ROWS=ROWS,
+        num_warps=WARPS,
     )
     return result
 
 
 def prepare(device: torch.device) -> None:
-    """Compile the kernel and load its tables, so that no transfer pays for it."""
+    """Compile the kernel and load its table, so that no transfer pays for it."""
     launch(torch.zeros(pieces.PIECE_BYTES, dtype=torch.uint8, device=device)).cpu()
 
 

@@ -5,9 +5,14 @@ the message's checksum is the CRC32C of those values as little-endian 32-bit wor
 seen as with one CRC32C over that piece.
 
 A CRC is linear: without its initial value and final complement ("raw"), the CRC of words w[0..n) is the exclusive-or of
-A^(n-i) w[i], where A is what 32 zero bits do to the register. So `LANES` lanes can each fold every `LANES`-th word with the one
-constant map A^LANES, and a last map of each lane puts them together. Here are those maps, as the 32 images of the single bits,
-and the definition on host memory. Needs neither torch nor a GPU.
+A^(n-i) w[i], where A is what 32 zero bits do to the register: multiplication by x^32 modulo CRC32C's polynomial P. So `LANES`
+lanes can each take every `LANES`-th word, and a last map of each lane puts them together.
+
+Within a lane nearly no bit has to be moved. P(x)^(2^k) = P(x^(2^k)) over GF(2), so P is zero at y = x^(32 * LANES) as well, where
+`LANES` is a power of two: a lane divides its words, as the coefficients of a polynomial in y, by P(y). That takes an
+exclusive-or of whole words for each of P's terms, and leaves 32 words; only those are folded with the map A^LANES.
+
+Here are those maps, as the 32 images of the single bits, and the definition on host memory. Needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +29,11 @@ ALGORITHM = "crc32c-8k"
 """How a `Checksum` names it."""
 
 WORD_BYTES = 4
-LANES = 128
+LANES = 8
+"""A power of two; a lane's words of a piece are a multiple of `STATE_WORDS`."""
+STATE_WORDS = 32
+TERMS = (0, 6, 8, 9, 10, 11, 13, 14, 18, 19, 20, 22, 23, 25, 26, 27, 28)
+"""Exponents of P's terms below x^32."""
 _POLYNOMIAL = np.uint32(0x82F63B78)
 """Castagnoli's, reflected: bit 0 is the highest power."""
 
@@ -111,11 +120,18 @@ def raw_piece_crcs(message: np.ndarray) -> np.ndarray:
     # Leading zeros do not change a raw CRC, so a short last piece is set to the right.
     flat[len(flat) - (len(message) - whole) :] = message[whole:]
     words = padded.view("<u4").astype(np.uint32).reshape(count, -1, LANES)
-    step = advance_columns(LANES)
-    state = np.zeros((count, LANES), np.uint32)
+    state = np.zeros((STATE_WORDS, count, LANES), np.uint32)
     for row in range(words.shape[1]):
-        state = apply_columns(step, state) ^ words[:, row]
-    placed: np.ndarray = np.bitwise_xor.reduce(apply_columns(lane_columns(), state), axis=1)
+        carry = state[-1].copy()
+        state[1:] = state[:-1].copy()
+        state[0] = words[:, row]
+        for term in TERMS:
+            state[term] ^= carry
+    step = advance_columns(LANES)
+    folded = np.zeros((count, LANES), np.uint32)
+    for word in state[::-1]:
+        folded = apply_columns(step, folded) ^ word
+    placed: np.ndarray = np.bitwise_xor.reduce(apply_columns(lane_columns(), folded), axis=1)
     return placed
 
 
