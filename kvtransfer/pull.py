@@ -257,6 +257,7 @@ class Puller:
     ) -> _Progress:
         rt = self._rt
         rt.metrics.event("asked_directly")
+        fetch.takes_announcements = True
         direct = DirectPull(rt, session, source, channel, partial(self._memory, session))
         times = await direct.run(fetch, rt.settings.progress_timeout_s)
         source.tell = channel.tell

@@ -59,14 +59,14 @@ class DirectPull:
 
     # -- on the transport's thread ---------------------------------------------------------------------------------------
 
-    def place(self, header: pb.ChunkHeader) -> Memory:
+    def place(self, header: pb.ChunkHeader, *, ahead: bool) -> Memory:
         """As `Takes`."""
         rt, session = self._rt, self._session
         self._times.first_at = self._times.first_at or rt.now()
         with rt.lock:
             if session.ended:
                 raise TransportError("closed", f"the session is over: {session.reason}")
-            start, end = session.announce(header, rt.now(), source=self._source.index)
+            start, end = session.announce(header, rt.now(), source=self._source.index, ahead=ahead)
             return self._memory(start, end)
 
     def soon(self) -> None:
@@ -78,6 +78,11 @@ class DirectPull:
         prepared = prepare_on_device(header.checksum.algorithm, memory)
         if prepared is not None:
             self._prepared[header.index] = prepared
+            rehearse_on_device(memory)
+
+    def summed(self, index: int, value: pb.Checksum) -> None:
+        """As `Takes`."""
+        self._told(lambda: self._session.summed(index, value, self._rt.now(), source=self._source.index))
 
     def landed(self, header: pb.ChunkHeader, memory: Memory) -> None:
         """As `Takes`."""
@@ -120,13 +125,16 @@ class DirectPull:
             self._end(exc)
 
     def _compare(self, header: pb.ChunkHeader, value: pb.Checksum) -> None:
+        self._told(lambda: self._session.landed(header.index, value, self._rt.now(), source=self._source.index))
+
+    def _told(self, tell: Callable[[], bool]) -> None:
         rt, session = self._rt, self._session
         if self._over:
             return
         with rt.lock:
             if session.ended:
                 raise TransportError("closed", f"the session is over: {session.reason}")
-            whole = session.landed(header.index, value, rt.now(), source=self._source.index)
+            whole = tell()
         if whole:
             self._end(None)
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtransfer.checksum import algorithm_for, checksum
@@ -154,7 +155,7 @@ class DirectPush:
             answers.error(error)
             return
         out = self._servicer.outgoing(request, lease, None, channel, deadline)
-        send = DirectSend(self._rt, self._servicer, out, channel, answers)
+        send = DirectSend(self._rt, self._servicer, out, channel, answers, announces=request.takes_announcements)
         self._rt.kick_with(lease.transfer_id, lambda: answers.run(send.advance), send.watch)
         self._on_loop(lambda: self._guard(request, send, answers))
         try:
@@ -167,8 +168,16 @@ class DirectSend:
     """One receiver's chunks, in order. Everything but `until_sent` belongs to the transport's thread."""
 
     def __init__(
-        self, runtime: NodeRuntime, servicer: KvTransferServicer, out: Outgoing, channel: SendsItself, answers: Answers
+        self,
+        runtime: NodeRuntime,
+        servicer: KvTransferServicer,
+        out: Outgoing,
+        channel: SendsItself,
+        answers: Answers,
+        *,
+        announces: bool,
     ) -> None:
+        """`announces`: the receiver takes headers ahead of their chunks' checksums."""
         self._rt = runtime
         self._servicer = servicer
         self.out = out
@@ -179,6 +188,9 @@ class DirectSend:
         self._over = False
         self._all_sent = False
         self._checking = False
+        self._announces = announces
+        self._ahead: tuple[BlockRange, pb.ChunkHeader] | None = None
+        """Announced, and not sent."""
         self._sent: Future[None] = Future()
 
     async def until_sent(self) -> None:
@@ -201,8 +213,34 @@ class DirectSend:
 
     def watch(self, done: Callable[[], bool]) -> None:
         """A gather is nearly `done`: look at it from the transport's thread. Any thread."""
-        self._answers.watch(done)
-        self._answers.run(self._rehearse)
+
+        def begin() -> None:
+            self._answers.watch(done)
+            if not self._announce():
+                self._answers.soon()
+                self._rehearse()
+
+        self._answers.run(begin)
+
+    def _announce(self) -> bool:
+        """Say what comes while it is being gathered: it then finds its receiver with the place chosen and everything ready."""
+        lease, out = self.out.lease, self.out
+        if not self._announces or self._over or self._checking or self._ahead is not None or not lease.live:
+            return False
+        blocks = next_chunk(self._first_block, lease.committed_blocks, out.block_bytes, out.chunk_bytes)
+        if blocks is None:
+            return False
+        algorithm = algorithm_for(self._rt.settings.checksum, self._servicer.payload(lease, blocks))
+        if algorithm == "off":
+            return False  # there is nothing that could follow
+        header = self._servicer.header(out, self._index, blocks, pb.Checksum(algorithm=algorithm))
+        try:
+            self._channel.announce_now(header, self._answers, self._settled)
+        except TransportError as exc:
+            self._end(exc)
+            return True
+        self._ahead = blocks, header
+        return True
 
     def _rehearse(self) -> None:
         """Do once for nothing what follows the gather: after a long sleep the first time takes several times as long."""
@@ -220,17 +258,45 @@ class DirectSend:
         while not (self._over or self._checking):
             with rt.lock:
                 staged, live = lease.staged_blocks, lease.live
+            if not live:
+                return
+            if self._ahead is not None:
+                if staged < self._ahead[0].end or not self._send_announced(*self._ahead):
+                    return
+                continue
             blocks = next_chunk(self._first_block, staged, out.block_bytes, out.chunk_bytes)
-            if not live or blocks is None:
+            if blocks is None:
                 return
             payload = self._servicer.payload(lease, blocks)
             value = self._servicer.checksum_at_hand(lease, blocks, payload)
             if value is None:
-                self._compute(blocks, payload)
+                self._compute(payload, partial(self._send, blocks, payload))
                 return
             self._send(blocks, payload, value)
 
-    def _compute(self, blocks: BlockRange, payload: Memory) -> None:
+    def _send_announced(self, blocks: BlockRange, header: pb.ChunkHeader) -> bool:
+        """The payload at once; its checksum while it travels. True: both are on their way."""
+        payload = self._servicer.payload(self.out.lease, blocks)
+        try:
+            self._channel.send_announced(header, payload, self._settled)
+        except TransportError as exc:
+            self._end(exc)
+            return False
+        value = self._servicer.checksum_at_hand(self.out.lease, blocks, payload)
+        if value is None:
+            self._compute(payload, partial(self._vouch, blocks, header))
+            return False
+        self._vouch(blocks, header, value)
+        return True
+
+    def _vouch(self, blocks: BlockRange, header: pb.ChunkHeader, value: pb.Checksum) -> None:
+        if self._over or not self.out.lease.live:
+            return
+        self._ahead = None
+        self._answers.checksum(header.index, value, self._settled)
+        self._on_its_way(blocks, header)
+
+    def _compute(self, payload: Memory, then: Callable[[pb.Checksum], None]) -> None:
         """The checksum on another thread; what was sent before moves meanwhile."""
         rt = self._rt
         self._checking = True
@@ -242,7 +308,7 @@ class DirectSend:
                 if failure is not None:
                     self._end(failure)
                     return
-                self._send(blocks, payload, work.result())
+                then(work.result())
                 self.advance()
 
             self._answers.run(go_on)
@@ -264,6 +330,10 @@ class DirectSend:
         except TransportError as exc:
             self._end(exc)
             return
+        self._on_its_way(blocks, header)
+
+    def _on_its_way(self, blocks: BlockRange, header: pb.ChunkHeader) -> None:
+        out = self.out
         if self._over:  # it failed as it was sent
             return
         self._first_block = blocks.end

@@ -91,8 +91,10 @@ class Inflow:
         self._announced: list[tuple[pb.ChunkHeader, bool]] = []
         self._announced_bytes = 0
         self._landed = 0
+        self._due: dict[int, pb.Checksum | None] = {}
+        """Chunks whose header came without the sender's checksum: what they had when they landed, if they have."""
 
-    def announce(self, header: pb.ChunkHeader) -> tuple[int, int]:
+    def announce(self, header: pb.ChunkHeader, *, ahead: bool = False) -> tuple[int, int]:
         """As `ReceiveSession.announce`."""
         expected = self.expected
         plan = expected.plan
@@ -121,6 +123,8 @@ class Inflow:
             )
         if header.last:
             self._check_seal(header)
+        if ahead:
+            self._due[header.index] = None
         self._announced.append((header, False))
         self._announced_bytes = end
         return header.offset, end
@@ -130,6 +134,11 @@ class Inflow:
         if index >= len(self._announced) or self._announced[index][1]:
             raise RejectedChunkError("order", f"chunk {index} landed twice or unannounced")
         header = self._announced[index][0]
+        if index in self._due:
+            if self._due[index] is not None:
+                raise RejectedChunkError("order", f"chunk {index} landed twice")
+            self._due[index] = checksum
+            return False
         if header.checksum != checksum:
             raise RejectedChunkError("checksum", f"chunk {index}: {checksum.value:#x} here, {header.checksum.value:#x} sent")
         self._announced[index] = (header, True)
@@ -138,6 +147,18 @@ class Inflow:
             return False
         self.seal = self._announced[-1][0].seal
         return True
+
+    def summed(self, index: int, checksum: pb.Checksum) -> bool:
+        """As `ReceiveSession.summed`, True when this share is whole."""
+        if index not in self._due:
+            raise RejectedChunkError("order", f"a checksum of chunk {index}, which waits for none")
+        header = self._announced[index][0]
+        if checksum.algorithm != header.checksum.algorithm:
+            text = f"checksum {checksum.algorithm!r} where {header.checksum.algorithm!r} was announced"
+            raise RejectedChunkError("algorithm", text)
+        header.checksum.CopyFrom(checksum)
+        computed = self._due.pop(index)
+        return computed is not None and self.landed(index, computed)
 
     def _check_seal(self, header: pb.ChunkHeader) -> None:
         expected, seal = self.expected, header.seal
@@ -213,14 +234,14 @@ class ReceiveSession:
         self.content_bytes = hold.slot.num_bytes if content_bytes is None else content_bytes
         self.hold = hold
 
-    def announce(self, header: pb.ChunkHeader, now: float, *, source: int = 0) -> tuple[int, int]:
+    def announce(self, header: pb.ChunkHeader, now: float, *, source: int = 0, ahead: bool = False) -> tuple[int, int]:
         """Check a header of the `source`-th sender against everything known; the byte range of its share that its payload
-        fills.
+        fills. `ahead`: of its checksum only the algorithm is known, the value comes by `summed`.
 
         Raises:
             RejectedChunkError: wrong transfer, order, generation, bounds, or a payload after the last one.
         """
-        found = self._inflow(source).announce(header)
+        found = self._inflow(source).announce(header, ahead=ahead)
         self.machine.fire(_E.HEADER, now, str(header.index))
         return found
 
@@ -231,7 +252,14 @@ class ReceiveSession:
         Raises:
             RejectedChunkError: the checksum differs, or the chunk was not announced or landed before.
         """
-        whole = self._inflow(source).landed(index, checksum)
+        return self._verified(self._inflow(source).landed(index, checksum), now)
+
+    def summed(self, index: int, checksum: pb.Checksum, now: float, *, source: int = 0) -> bool:
+        """The sender's checksum of a chunk that was announced ahead of it. Returns and raises as `landed`: whichever of both
+        comes later compares."""
+        return self._verified(self._inflow(source).summed(index, checksum), now)
+
+    def _verified(self, whole: bool, now: float) -> bool:
         if not whole or any(inflow.seal is None for inflow in self.inflows):
             return False
         self.machine.fire(_E.VERIFY, now)

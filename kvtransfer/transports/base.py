@@ -70,8 +70,12 @@ class ChecksAsItLands(Protocol):
 class Takes(Protocol):
     """What a receiver does with what comes beside gRPC. Called on the transport's thread: no waiting."""
 
-    def place(self, header: pb.ChunkHeader) -> Memory:
-        """Where this chunk lands. What it raises ends the transfer."""
+    def place(self, header: pb.ChunkHeader, *, ahead: bool) -> Memory:
+        """Where this chunk lands. `ahead`: its bytes are being gathered, and its checksum comes by `summed`. What it raises ends
+        the transfer."""
+
+    def summed(self, index: int, value: pb.Checksum) -> None:
+        """The checksum of a chunk that was placed ahead. What it raises ends the transfer."""
 
     def soon(self) -> None:
         """A chunk may be announced within a moment: it has just been asked for, or the sender says so."""
@@ -93,8 +97,13 @@ class Answers(Protocol):
         """Do it on the transport's thread. Any thread."""
 
     def watch(self, done: Callable[[], bool]) -> None:
-        """Ask `done` on the transport's thread, again and again, until it says True. It is about to: the asker is told to be
-        awake. Any thread."""
+        """Ask `done` again and again, until it says True. On the thread."""
+
+    def soon(self) -> None:
+        """Tell the asker to be awake. On the thread."""
+
+    def checksum(self, index: int, value: pb.Checksum, settled: Callable[[TransportError | None], None]) -> None:
+        """Of a chunk that was announced. `settled` hears when it is on its way, or why not. On the thread."""
 
     def believe(self) -> None:
         """The ask has shown a lease's capability: the asker is answered whatever others ask. On the thread."""
@@ -135,6 +144,12 @@ class SendsItself(Protocol):
         Raises:
             TransportError: nothing was sent.
         """
+
+    def announce_now(self, header: pb.ChunkHeader, answers: Any, settled: Callable[[TransportError | None], None]) -> None:
+        """The header alone, ahead of its payload (`send_announced`) and of its checksum. As `send_now`."""
+
+    def send_announced(self, header: pb.ChunkHeader, payload: Memory, settled: Callable[[TransportError | None], None]) -> None:
+        """The payload of a header that was announced. As `send_now`."""
 
     def send(self, header: pb.ChunkHeader, payload: Memory) -> AsyncIterator[pb.FetchResponse]: ...
 

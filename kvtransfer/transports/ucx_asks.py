@@ -63,16 +63,22 @@ class Answers:
 
     def watch(self, done: Callable[[], bool]) -> None:
         """As `transports.base.Answers`."""
+        self._asks.watch(done)
 
-        def begin() -> None:
-            self._asks.say(self.peer, self._tag, pb.FetchAnswer(soon=True, proof=self._proof))
-            self._asks.watch(done)
+    def soon(self) -> None:
+        """As `transports.base.Answers`."""
+        self._asks.say(self.peer, self._tag, pb.FetchAnswer(soon=True, proof=self._proof))
 
-        self.run(begin)
+    def header(
+        self, header: pb.ChunkHeader, settled: Callable[[TransportError | None], None], *, announced: bool = False
+    ) -> None:
+        """On the thread. `announced`: its payload and its checksum follow. `settled` hears when UCX has taken it, or why not."""
+        self._asks.say(self.peer, self._tag, pb.FetchAnswer(header=header, proof=self._proof, announced=announced), settled)
 
-    def header(self, header: pb.ChunkHeader, settled: Callable[[TransportError | None], None]) -> None:
-        """On the thread. `settled` hears when UCX has taken it, or why not."""
-        self._asks.say(self.peer, self._tag, pb.FetchAnswer(header=header, proof=self._proof), settled)
+    def checksum(self, index: int, value: pb.Checksum, settled: Callable[[TransportError | None], None]) -> None:
+        """As `transports.base.Answers`."""
+        found = pb.ChunkChecksum(index=index, checksum=value)
+        self._asks.say(self.peer, self._tag, pb.FetchAnswer(checksum=found, proof=self._proof), settled)
 
     def error(self, error: SplitpointError) -> None:
         """There will be no more chunks. Any thread."""
@@ -110,6 +116,8 @@ class Asking:
         self._limit_s = limit_s
         self._announced: set[int] = set()
         """Chunks that have not landed."""
+        self._unsummed: set[int] = set()
+        """Chunks whose checksum has not come."""
         self._moved_at = 0.0
         """When one landed, or was announced while none was on its way: several share one link, so all progress by that."""
         self.over = False
@@ -132,8 +140,8 @@ class Asking:
             return
         if self._asks.core.lost(self.peer):
             self.fail(TransportError("peer_lost", f"the connection to incarnation {self.peer.incarnation!r} failed"))
-        elif self._announced and now > self._moved_at + self._limit_s:
-            text = f"no chunk landed for {self._limit_s:.3f} s, {min(self._announced)} is due"
+        elif (due := self._announced | self._unsummed) and now > self._moved_at + self._limit_s:
+            text = f"no chunk landed for {self._limit_s:.3f} s, {min(due)} is due"
             text += f" ({self._asks.core.condition(self.peer)})"
             self.fail(TransportError("timeout", text))
 
@@ -160,9 +168,13 @@ class Asking:
         if answer.HasField("error"):
             self.fail(SplitpointError.from_proto(answer.error))
             return
+        if answer.HasField("checksum"):
+            self._unsummed.discard(answer.checksum.index)
+            self._guarded(lambda: self._takes.summed(answer.checksum.index, answer.checksum.checksum))
+            return
         header = answer.header
         try:
-            memory = self._takes.place(header)
+            memory = self._takes.place(header, ahead=answer.announced)
             # Decided by the header alone, before UCX is given the place.
             operation = self._operation(header, memory, lambda failure: self._landed(header, memory, failure))
         except Exception as exc:  # whatever it is ends this transfer and is raised where that is waited for, not this thread
@@ -171,6 +183,8 @@ class Asking:
         if not self._announced:
             self._moved_at = self._asks.now
         self._announced.add(header.index)
+        if answer.announced:
+            self._unsummed.add(header.index)
         self._asks.core.post(operation)
         self._guarded(lambda: self._takes.coming(header, memory))
 

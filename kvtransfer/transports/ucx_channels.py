@@ -116,6 +116,15 @@ class UcxSendChannel(_Channel):
         answers.header(header, settled)
         self._core.post(operation)
 
+    def announce_now(self, header: pb.ChunkHeader, answers: Answers, settled: Settled) -> None:
+        """As `transports.base.SendsItself`."""
+        self._name(header)
+        answers.header(header, settled, announced=True)
+
+    def send_announced(self, header: pb.ChunkHeader, payload: Memory, settled: Settled) -> None:
+        """As `transports.base.SendsItself`."""
+        self._core.post(self._on_thread(header, payload, self._spin_s, settled, sending=True))
+
     def _name(self, header: pb.ChunkHeader) -> None:
         self._sent += 1
         if self._sent >> CHUNK_BITS:

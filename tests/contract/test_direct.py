@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 
 from kvtransfer.control import RankControl
 from kvtransfer.push import KvTransferServicer
+from kvtransfer.push_direct import DirectSend
 from kvtransfer.transports.base import TransportError
 from protos.errors import Code
 from protos.ids import new_capability
@@ -325,7 +327,7 @@ def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     asks: Any = SimpleNamespace(now=0.0, core=core)
     failures: list[Exception] = []
     takes: Any = SimpleNamespace(
-        place=lambda header: np.zeros(1, np.uint8),
+        place=lambda header, ahead: np.zeros(1, np.uint8),
         coming=lambda header, memory: None,
         landed=lambda header, memory: None,
         failed=failures.append,
@@ -344,6 +346,118 @@ def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     asking.check(2.9)
     assert isinstance(failures[0], TransportError)
     assert failures[0].reason == "timeout"
+
+
+def test_a_checksum_that_does_not_follow_is_waited_for_as_long_as_a_chunk() -> None:
+    core = SimpleNamespace(lost=lambda peer: False, post=lambda operation: None, condition=lambda peer: "all is well")
+    asks: Any = SimpleNamespace(now=0.0, core=core)
+    failures: list[Exception] = []
+    takes: Any = SimpleNamespace(
+        place=lambda header, ahead: np.zeros(1, np.uint8),
+        coming=lambda header, memory: None,
+        landed=lambda header, memory: None,
+        summed=lambda index, value: None,
+        failed=failures.append,
+    )
+    settled: list[Any] = []
+    peer = Peer("sender", b"address", error_handling=True)
+    asking = Asking(asks, peer, 7, takes, lambda header, memory, done: settled.append(done), 1.0, pb.TransferGrant())
+
+    def answer(**fields: Any) -> None:
+        asking._answered(pb.FetchAnswer(proof=asking._proof, **fields).SerializeToString())
+
+    for index in range(2):
+        answer(header=pb.ChunkHeader(index=index), announced=True)
+        answer(checksum=pb.ChunkChecksum(index=index)) if index == 0 else None
+        settled[index](None)
+    asking.check(0.9)
+    assert not failures
+    asking.check(1.1)
+    assert isinstance(failures[0], TransportError)
+    assert "1 is due" in str(failures[0])
+
+
+class Copy:
+    """A gather on a device that has begun."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def __call__(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> None:
+        self.done.wait(20)
+
+    def wait_begun(self) -> bool:
+        return True
+
+
+async def announced(pair: NodePair, transfer: Transfer, crcs: np.ndarray | None = None) -> tuple[asyncio.Task[Any], Copy]:
+    """A pull whose header has come while its blocks are still being gathered."""
+    await transfer.reserve()
+    pull = asyncio.create_task(transfer.pull())
+    await leased(pair)
+    copy = Copy()
+    transfer.gather(ready=copy, crcs=crcs)
+    await until(lambda: pair.receivers[0].status().session_states.get("receiving") == 1, 5)
+    return pull, copy
+
+
+def block_crcs(transfer: Transfer) -> np.ndarray:
+    return np.array([google_crc32c.value(block.tobytes()) for block in transfer.data], np.uint32)
+
+
+@pytest.mark.parametrize("gather_sums", [True, False])
+async def test_a_header_comes_while_its_blocks_are_gathered_and_its_checksum_later(pair: NodePair, gather_sums: bool) -> None:
+    transfer = transfer_of(pair, 40)
+    pull, copy = await announced(pair, transfer, block_crcs(transfer) if gather_sums else None)
+    assert pair.receivers[0].receive_view(transfer.id) is None
+    assert not pull.done()
+    copy.done.set()
+    await pull
+    assert_scattered(transfer)
+    await pair.settled()
+
+
+async def test_an_announced_chunk_with_another_checksum_is_not_believed(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    pull, copy = await announced(pair, transfer, block_crcs(transfer) ^ np.uint32(1))
+    copy.done.set()
+    error = await error_of(pull)
+    assert error.code is Code.TRANSFER_FAILED
+    assert "rejected, checksum" in error.message
+    assert pair.receivers[0].receive_view(transfer.id) is None
+    await pair.settled()
+
+
+async def test_what_ends_between_the_header_and_its_bytes_leaves_nothing(pair: NodePair) -> None:
+    transfer = transfer_of(pair, 40)
+    pull, copy = await announced(pair, transfer)
+    await pair.send_control.release(transfer.id, "test")
+    await error_of(pull)
+    assert pair.senders[0].status().send.quarantined_bytes > 0, "the gather may still write"
+    copy.done.set()
+    await pair.settled()
+    await complete(transfer_of(pair, 40))
+    await pair.settled()
+
+
+async def test_a_receiver_that_takes_no_announcements_gets_headers_with_their_checksums(
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an older version."""
+    monkeypatch.setattr(DirectSend, "_announce", lambda self: False)
+    transfer = transfer_of(pair, 40)
+    await transfer.reserve()
+    pull = asyncio.create_task(transfer.pull())
+    await leased(pair)
+    copy = Copy()
+    transfer.gather(ready=copy)
+    copy.done.set()
+    await pull
+    assert_scattered(transfer)
+    await pair.settled()
 
 
 def test_under_mutual_tls_a_capability_travels_by_grpc_alone() -> None:

@@ -114,6 +114,77 @@ def test_payload_may_land_in_any_order_once_announced(sizes: list[int], rng: obj
     assert done == [False] * (len(order) - 1) + [True]
 
 
+def announced(headers: list[pb.ChunkHeader]) -> list[pb.ChunkHeader]:
+    """As they come before the sender knows their checksums."""
+    made = []
+    for header in headers:
+        early = pb.ChunkHeader()
+        early.CopyFrom(header)
+        early.checksum.value = 0
+        made.append(early)
+    return made
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_checksums_that_follow_their_headers_come_before_or_after_the_bytes(sizes: list[int], rng: object) -> None:
+    session, _ = begun(sum(sizes))
+    headers = stream(sizes)
+    for early in announced(headers):
+        session.announce(early, 1.0, ahead=True)
+    events = [(what, header) for header in headers for what in ("landed", "summed")]
+    rng.shuffle(events)  # type: ignore[attr-defined]
+    done = []
+    for what, header in events:
+        assert session.state is SessionState.RECEIVING
+        done.append(getattr(session, what)(header.index, header.checksum, 2.0))
+    assert done == [False] * (len(events) - 1) + [True]
+    assert session.state is SessionState.VERIFIED
+
+
+@given(st.booleans(), st.integers(1, 1 << 31))
+def test_a_checksum_that_follows_is_compared_whichever_comes_first(bytes_first: bool, flip: int) -> None:
+    session, _ = begun(2)
+    (header,) = stream([2])
+    session.announce(announced([header])[0], 1.0, ahead=True)
+    wrong = pb.Checksum(algorithm="crc32c", value=header.checksum.value ^ flip)
+    steps = [lambda: session.landed(0, wrong, 1.0), lambda: session.summed(0, header.checksum, 1.0)]
+    first, second = steps if bytes_first else reversed(steps)
+    assert first() is False
+    with pytest.raises(RejectedChunkError) as caught:
+        second()
+    assert caught.value.reason == "checksum"
+    assert session.state is not SessionState.VERIFIED
+
+
+@pytest.mark.parametrize(
+    ("index", "algorithm", "ahead", "times", "reason"),
+    [
+        (0, "crc32c-8k", True, 1, "algorithm"),
+        (0, "off", True, 1, "algorithm"),
+        (1, "crc32c", True, 1, "order"),
+        (0, "crc32c", False, 1, "order"),
+        (0, "crc32c", True, 2, "order"),
+    ],
+)
+def test_a_checksum_nobody_waits_for_is_rejected(index: int, algorithm: str, ahead: bool, times: int, reason: str) -> None:
+    session, _ = begun(2)
+    session.announce(stream([2])[0], 1.0, ahead=ahead)
+    for _ in range(times - 1):
+        session.summed(index, pb.Checksum(algorithm=algorithm, value=1), 1.0)
+    with pytest.raises(RejectedChunkError) as caught:
+        session.summed(index, pb.Checksum(algorithm=algorithm, value=1), 1.0)
+    assert caught.value.reason == reason
+
+
+def test_announced_bytes_land_once() -> None:
+    session, _ = begun(2)
+    (header,) = stream([2])
+    session.announce(header, 1.0, ahead=True)
+    session.landed(0, header.checksum, 1.0)
+    with pytest.raises(RejectedChunkError, match="landed twice"):
+        session.landed(0, header.checksum, 1.0)
+
+
 @given(SIZES.filter(lambda sizes: len(sizes) > 1), st.data())
 def test_a_lost_doubled_or_swapped_header_is_rejected(sizes: list[int], data: st.DataObject) -> None:
     headers = stream(sizes)

@@ -124,7 +124,9 @@ class Transfer:
         }
         return await self.pair.receive_control.pull(self.grant, **{**values, **kwargs})
 
-    def gather(self, first: int = 0, end: int | None = None, ready: Callable[[], bool] | None = None) -> bool:
+    def gather(
+        self, first: int = 0, end: int | None = None, ready: Callable[[], bool] | None = None, crcs: np.ndarray | None = None
+    ) -> bool:
         """Write and commit blocks on every rank, as an engine would. False when some rank had no slot."""
         end = len(self.data) if end is None else end
         for node in self.pair.senders:
@@ -132,7 +134,7 @@ class Transfer:
             if view is None:
                 return False
             view[:] = self.data[first:end]
-            node.commit_chunk(self.id, first, end - first, last=end == len(self.data), ready=ready)
+            node.commit_chunk(self.id, first, end - first, last=end == len(self.data), ready=ready, crcs=crcs)
         return True
 
     def scatter(self) -> list[np.ndarray | None]:

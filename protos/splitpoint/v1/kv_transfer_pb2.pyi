@@ -191,7 +191,7 @@ class ChunkHeader(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, _Mapping]] = ..., last: _Optional[bool] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., tag: _Optional[int] = ..., address: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("grant", "attempt_id", "sender_incarnation", "receiver_incarnation", "transport", "ucx_worker_address", "receiver_host_id", "remaining_s", "receiver_rank", "receivers", "share", "max_chunk_bytes", "transport_address", "token_hash", "cut")
+    __slots__ = ("grant", "attempt_id", "sender_incarnation", "receiver_incarnation", "transport", "ucx_worker_address", "receiver_host_id", "remaining_s", "receiver_rank", "receivers", "share", "max_chunk_bytes", "transport_address", "token_hash", "cut", "takes_announcements")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,7 @@ class FetchRequest(_message.Message):
     TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
     grant: TransferGrant
     attempt_id: str
     sender_incarnation: str
@@ -222,7 +223,8 @@ class FetchRequest(_message.Message):
     transport_address: bytes
     token_hash: bytes
     cut: bool
-    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., receiver_host_id: _Optional[str] = ..., remaining_s: _Optional[float] = ..., receiver_rank: _Optional[int] = ..., receivers: _Optional[int] = ..., share: _Optional[_Union[KvHolding, _Mapping]] = ..., max_chunk_bytes: _Optional[int] = ..., transport_address: _Optional[bytes] = ..., token_hash: _Optional[bytes] = ..., cut: _Optional[bool] = ...) -> None: ...
+    takes_announcements: bool
+    def __init__(self, grant: _Optional[_Union[TransferGrant, _Mapping]] = ..., attempt_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., receiver_host_id: _Optional[str] = ..., remaining_s: _Optional[float] = ..., receiver_rank: _Optional[int] = ..., receivers: _Optional[int] = ..., share: _Optional[_Union[KvHolding, _Mapping]] = ..., max_chunk_bytes: _Optional[int] = ..., transport_address: _Optional[bytes] = ..., token_hash: _Optional[bytes] = ..., cut: _Optional[bool] = ..., takes_announcements: _Optional[bool] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("header", "payload")
@@ -233,16 +235,28 @@ class FetchResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class FetchAnswer(_message.Message):
-    __slots__ = ("header", "error", "soon", "proof")
+    __slots__ = ("header", "error", "soon", "proof", "announced", "checksum")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SOON_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     header: ChunkHeader
     error: _common_pb2.ErrorDetail
     soon: bool
     proof: bytes
-    def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., soon: _Optional[bool] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    announced: bool
+    checksum: ChunkChecksum
+    def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., soon: _Optional[bool] = ..., proof: _Optional[bytes] = ..., announced: _Optional[bool] = ..., checksum: _Optional[_Union[ChunkChecksum, _Mapping]] = ...) -> None: ...
+
+class ChunkChecksum(_message.Message):
+    __slots__ = ("index", "checksum")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    checksum: Checksum
+    def __init__(self, index: _Optional[int] = ..., checksum: _Optional[_Union[Checksum, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("incarnation", "expected_incarnation", "rank")
