@@ -116,8 +116,9 @@ async def measure(spec: HandoverSpec) -> dict[str, Any]:
     Raises:
         RuntimeError: a side failed, or bytes arrived in other places than they belong.
     """
-    gpus = (0, 1) if spec.device == "cuda" else (None, None)
+    gpus = (None, None) if spec.device == "cpu" else (0, min(1, gpu_count() - 1))
     record: dict[str, Any] = {"device": spec.device, "block_bytes": spec.block_bytes, "checksum": spec.checksum}
+    record["one_gpu"] = spec.device == "cuda" and gpus[0] == gpus[1]
     record["raw_ucx"] = await _raw(spec, gpus) if "ucx" in spec.transports else {}
     record["nixl_connector"] = await _nixl(spec, gpus) if spec.nixl_model else {}
     async with AsyncExitStack() as stack:
@@ -338,7 +339,8 @@ async def _nixl(spec: HandoverSpec, gpus: tuple[int | None, int | None]) -> dict
 
 def table(record: dict[str, Any]) -> str:
     """The record for people, milliseconds."""
-    lines = [f"{' and '.join(record['hardware'])}; checksum {record['checksum']}"]
+    where = f"{record['hardware'][0]}, which both sides share" if record.get("one_gpu") else " and ".join(record["hardware"])
+    lines = [f"{where}; checksum {record['checksum']}"]
     for blocks, part in record.get("parts", {}).items():
         lines.append(f"  {int(blocks) * record['block_bytes'] / 1e6:.0f} MB alone:")
         lines += [f"    {name:38} {seconds * 1e3:8.3f} ms" for name, seconds in part["seconds"].items()]
