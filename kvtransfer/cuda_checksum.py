@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ import triton
 import triton.language as tl
 
 from kvtransfer import pieces
+from kvtransfer.cuda_launch import Launch
 
-ROWS = 16
+ROWS = 32
 """Pieces of one program."""
 WARPS = 4
 _STEP = tl.constexpr([int(column) for column in pieces.advance_columns(pieces.LANES).view(np.int32)])
@@ -98,20 +98,12 @@ def _zeros(num_bytes: int) -> int:
     return int(np.array(pieces.zeros_crc(num_bytes), np.uint32).view(np.int32))
 
 
-def launch(memory: torch.Tensor, result: torch.Tensor | None = None) -> torch.Tensor:
-    """Start the computation over `memory` (one-dimensional uint8 on a device) on the current stream; int32 per piece, there: in
-    `result`, where that is given.
-
-    Raises:
-        ValueError: not whole 32-bit words.
-    """
+def _bind(memory: torch.Tensor, result: torch.Tensor) -> Launch:
     num_bytes = memory.numel()
     if num_bytes == 0 or num_bytes % pieces.WORD_BYTES:
         raise ValueError(f"{num_bytes} bytes are not whole 32-bit words")
     count = pieces.piece_count(num_bytes)
-    if result is None:
-        result = torch.empty(count, dtype=torch.int32, device=memory.device)
-    _piece_crcs[(-(-count // ROWS),)](
+    arguments = (
         memory.view(torch.int32),
         result,
         _lane_columns(memory.device),
@@ -119,70 +111,92 @@ def launch(memory: torch.Tensor, result: torch.Tensor | None = None) -> torch.Te
         count,
         _zeros(pieces.PIECE_BYTES),
         _zeros(num_bytes - (count - 1) * pieces.PIECE_BYTES),
-        PIECE_WORDS=pieces.PIECE_BYTES // pieces.WORD_BYTES,
-        LANES=pieces.LANES,
-        ROWS=ROWS,
-        num_warps=WARPS,
     )
+    constants = {"PIECE_WORDS": pieces.PIECE_BYTES // pieces.WORD_BYTES, "LANES": pieces.LANES, "ROWS": ROWS}
+    return Launch(_piece_crcs, (-(-count // ROWS), 1, 1), arguments, constants, WARPS)
+
+
+def launch(memory: torch.Tensor, result: torch.Tensor | None = None) -> torch.Tensor:
+    """Start the computation over `memory` (one-dimensional uint8 on a device) on the current stream; int32 per piece, there: in
+    `result`, where that is given.
+
+    Raises:
+        ValueError: not whole 32-bit words.
+    """
+    if result is None:
+        result = torch.empty(pieces.piece_count(memory.numel()), dtype=torch.int32, device=memory.device)
+    _bind(memory, result)(_current_stream(memory.device))
     return result
 
 
 def prepare(device: torch.device) -> None:
     """Compile the kernel and load its table, so that no transfer pays for it."""
-    launch(torch.zeros(pieces.PIECE_BYTES, dtype=torch.uint8, device=device)).cpu()
+    rehearse(device)
+    torch.cuda.synchronize(device)
 
 
 def start_on_host(memory: torch.Tensor) -> torch.Tensor:
-    """`launch`, and the values on their way to page-locked host memory on the same stream: valid after an event of it."""
-    crcs = launch(memory)
-    host = torch.empty(crcs.shape, dtype=crcs.dtype, pin_memory=True)
-    host.copy_(crcs, non_blocking=True)
-    return host
+    """`launch` into page-locked host memory: valid after an event of the stream, and until then to be kept."""
+    return launch(memory, _host_values(memory))
 
 
-@dataclass(frozen=True, slots=True)
+def _host_values(memory: torch.Tensor) -> torch.Tensor:
+    # The kernel writes there itself: a copy would be one launch more.
+    return torch.empty(pieces.piece_count(memory.numel()), dtype=torch.int32, pin_memory=True)
+
+
 class Pending:
     """A checksum that the device computes. Calling it tells whether it is done."""
 
-    done: torch.cuda.Event
-    crcs: torch.Tensor
+    def __init__(self, done: torch.cuda.Event, crcs: torch.Tensor) -> None:
+        self._done = done
+        self._crcs = crcs
+        # Whoever wanted it may leave before; the kernel still writes.
+        for other in list(_computing):
+            other()
+        _computing.add(self)
 
     def __call__(self) -> bool:
-        return bool(self.done.query())
+        done = bool(self._done.query())
+        if done:
+            _computing.discard(self)
+        return done
 
     def wait(self) -> None:
         """Blocks this thread, without the interpreter lock."""
-        self.done.synchronize()
+        self._done.synchronize()
+        _computing.discard(self)
 
     def value(self) -> int:
         """The checksum, when it is done."""
-        return pieces.combine(self.crcs.numpy())
+        return pieces.combine(self._crcs.numpy())
+
+
+_computing: set[Pending] = set()
+"""What a kernel may still write to."""
 
 
 class Prepared:
     """Everything that `start` needs beside the bytes themselves, made while these are still on their way."""
 
     def __init__(self, memory: Any) -> None:
-        self._memory = memory
         self._stream = _own_stream(memory.device)
-        count = pieces.piece_count(memory.numel())
-        with torch.cuda.stream(self._stream):
-            self._crcs = torch.empty(count, dtype=torch.int32, device=memory.device)
-        self._host = torch.empty(count, dtype=torch.int32, pin_memory=True)
+        self._crcs = _host_values(memory)
+        self._launch = _bind(memory, self._crcs)
         self._done = torch.cuda.Event()
+        self._done.record(self._stream)  # which makes it
 
     def start(self) -> Pending:
         """Begin, on a stream of this thread's own: it does not wait for what the engine computes. The bytes are final."""
-        with torch.cuda.stream(self._stream):
-            launch(self._memory, self._crcs)
-            self._host.copy_(self._crcs, non_blocking=True)
-            self._done.record()
-        return Pending(self._done, self._host)
+        self._launch(self._stream.cuda_stream)
+        self._done.record(self._stream)
+        return Pending(self._done, self._crcs)
 
 
 def rehearse(device: torch.device) -> None:
-    """Launch everything once over one piece."""
-    Prepared(_nothing(device)).start()
+    """Compute one piece's, as `Prepared` does."""
+    pending = Prepared(_nothing(device)).start()
+    pending()
 
 
 @functools.cache
@@ -200,6 +214,10 @@ def checksum(memory: Any) -> int:
     pending = start(memory)
     pending.wait()
     return pending.value()
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 _streams = threading.local()

@@ -29,7 +29,7 @@ ALGORITHM = "crc32c-8k"
 """How a `Checksum` names it."""
 
 WORD_BYTES = 4
-LANES = 8
+LANES = 4
 """A power of two; a lane's words of a piece are a multiple of `STATE_WORDS`."""
 STATE_WORDS = 32
 TERMS = (0, 6, 8, 9, 10, 11, 13, 14, 18, 19, 20, 22, 23, 25, 26, 27, 28)

@@ -78,7 +78,6 @@ class DirectPull:
         prepared = prepare_on_device(header.checksum.algorithm, memory)
         if prepared is not None:
             self._prepared[header.index] = prepared
-            rehearse_on_device(memory)
 
     def summed(self, index: int, value: pb.Checksum) -> None:
         """As `Takes`."""

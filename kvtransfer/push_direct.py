@@ -216,31 +216,30 @@ class DirectSend:
 
         def begin() -> None:
             self._answers.watch(done)
-            if not self._announce():
-                self._answers.soon()
-                self._rehearse()
+            self._answers.soon()
+            self._rehearse()
 
         self._answers.run(begin)
 
-    def _announce(self) -> bool:
-        """Say what comes while it is being gathered: it then finds its receiver with the place chosen and everything ready."""
+    def _announce(self) -> None:
+        """Say what comes while it is computed and gathered: it then finds its receiver with the place chosen and all prepared."""
         lease, out = self.out.lease, self.out
-        if not self._announces or self._over or self._checking or self._ahead is not None or not lease.live:
-            return False
+        if not self._announces:
+            return
         blocks = next_chunk(self._first_block, lease.committed_blocks, out.block_bytes, out.chunk_bytes)
         if blocks is None:
-            return False
-        algorithm = algorithm_for(self._rt.settings.checksum, self._servicer.payload(lease, blocks))
+            return
+        payload = self._servicer.payload(lease, blocks)
+        algorithm = algorithm_for(self._rt.settings.checksum, payload)
         if algorithm == "off":
-            return False  # there is nothing that could follow
+            return  # there is nothing that could follow
         header = self._servicer.header(out, self._index, blocks, pb.Checksum(algorithm=algorithm))
         try:
-            self._channel.announce_now(header, self._answers, self._settled)
+            self._channel.announce_now(header, payload, self._answers, self._settled)
         except TransportError as exc:
             self._end(exc)
-            return True
+            return
         self._ahead = blocks, header
-        return True
 
     def _rehearse(self) -> None:
         """Do once for nothing what follows the gather: after a long sleep the first time takes several times as long."""
@@ -261,11 +260,12 @@ class DirectSend:
             if not live:
                 return
             if self._ahead is not None:
-                if staged < self._ahead[0].end or not self._send_announced(*self._ahead):
-                    return
-                continue
+                if staged >= self._ahead[0].end:
+                    self._send_announced(*self._ahead)
+                return
             blocks = next_chunk(self._first_block, staged, out.block_bytes, out.chunk_bytes)
             if blocks is None:
+                self._announce()
                 return
             payload = self._servicer.payload(lease, blocks)
             value = self._servicer.checksum_at_hand(lease, blocks, payload)
@@ -274,20 +274,30 @@ class DirectSend:
                 return
             self._send(blocks, payload, value)
 
-    def _send_announced(self, blocks: BlockRange, header: pb.ChunkHeader) -> bool:
-        """The payload at once; its checksum while it travels. True: both are on their way."""
+    def _send_announced(self, blocks: BlockRange, header: pb.ChunkHeader) -> None:
+        """The payload at once; its checksum while it travels."""
         payload = self._servicer.payload(self.out.lease, blocks)
+        self._checking = True
         try:
             self._channel.send_announced(header, payload, self._settled)
         except TransportError as exc:
             self._end(exc)
-            return False
-        value = self._servicer.checksum_at_hand(self.out.lease, blocks, payload)
-        if value is None:
-            self._compute(payload, partial(self._vouch, blocks, header))
-            return False
-        self._vouch(blocks, header, value)
-        return True
+            return
+
+        def under_way() -> bool:
+            self._checking = False
+            if self._over:
+                return True
+            value = self._servicer.checksum_at_hand(self.out.lease, blocks, payload)
+            if value is None:
+                self._compute(payload, partial(self._vouch, blocks, header))
+            else:
+                self._vouch(blocks, header, value)
+                self.advance()
+            return True
+
+        # Not before the transport had its turn: it has an answer of the receiver to see before bytes move.
+        self._answers.watch(under_way)
 
     def _vouch(self, blocks: BlockRange, header: pb.ChunkHeader, value: pb.Checksum) -> None:
         if self._over or not self.out.lease.live:

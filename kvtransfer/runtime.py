@@ -207,15 +207,16 @@ class NodeRuntime:
             self._polling.discard(lease.transfer_id)
 
     def _settle_when_done(self, lease: Lease, gather: Gather) -> None:
-        """On a waiting thread. When the gather is about to begin, whoever sends is asked to look at it itself."""
+        """On a waiting thread. When the gather is nearly done, whoever sends is asked to look at it itself."""
         ready: Any = gather.ready
         # Only the last one is hurried: what follows earlier ones is another step of the engine.
         last = lease.committed_blocks == lease.num_blocks == gather.end_block
         watch = self._watchers.get(lease.transfer_id) if last else None
-        if watch is not None and hasattr(ready, "wait_begun") and ready.wait_begun():
+        if watch is not None and hasattr(ready, "wait_nearly") and ready.wait_nearly():
             watch(lambda: bool(ready()) and self._settle(lease, gather))
             # Waiting for the very moment would take the interpreter from that thread then.
-            time.sleep(LET_IT_SEND_S)
+            while not ready():
+                time.sleep(LET_IT_SEND_S)
         ready.wait()
         self._settle(lease, gather)
 

@@ -76,8 +76,8 @@ class Side:
             raise RuntimeError("the slot is not reserved")
         if request["asked_before"]:
             self._until_fetched()
-            self._compute()
-            copy = self._blocks.gather(ids, rows)
+            nearly = self._compute()
+            copy = self._blocks.gather(ids, rows, nearly)
             self.node.commit_chunk(transfer, 0, len(ids), last=True, ready=copy, crcs=None if copy is None else copy.crcs)
             if copy is not None:
                 copy.wait()
@@ -95,12 +95,16 @@ class Side:
             time.sleep(0.001)
         time.sleep(QUIET_S)
 
-    def _compute(self) -> None:
-        """Keep the GPU busy for some milliseconds, as a prompt's last layers do while the gather is already in its queue."""
+    def _compute(self) -> Any:
+        """Keep the GPU busy for some milliseconds, as a prompt's last layers do while the gather is already in its queue. A mark
+        before the last product, which takes 1.4 ms on an H200: what two of 32 layers take of a prompt of 22 ms."""
+        mark = None
         if self._device.type == "cuda":
             matrix = torch.zeros((8192, 8192), dtype=torch.bfloat16, device=self._device)
-            for _ in range(COMPUTE_PRODUCTS):
+            for left in range(COMPUTE_PRODUCTS, 0, -1):
+                mark = self._blocks.mark() if left == 1 else None
                 matrix = matrix @ matrix
+        return mark
 
     def scatter(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verified slot into engine blocks; with `check`, whether they now equal the sender's."""

@@ -107,23 +107,27 @@ class EngineBlocks:
             self._cuda = CudaBlocks(self._segments, self.block_bytes, self.device)
         self._host = HostBlocks([(start, segment.numpy()) for start, segment in self._segments]) if on_host else None
 
-    def gather(self, block_ids: Sequence[int], rows: BlockArray) -> DeviceCopy | None:
-        """Copy engine blocks into `rows` `[len(block_ids), block_bytes]`.
+    def mark(self) -> Any:
+        """A place in the engine's work on its device, as `gather` takes it; None on the host."""
+        return None if self._cuda is None else self._cuda.mark()
+
+    def gather(self, block_ids: Sequence[int], rows: BlockArray, nearly: Any = None) -> DeviceCopy | None:
+        """Copy engine blocks into `rows` `[len(block_ids), block_bytes]`. `nearly`: a `mark` that is passed shortly before.
 
         Returns None when the bytes are there already, or the copy that will bring them. The blocks may be written again by
         anything that comes later on the current stream.
         """
         if self._host is None:
-            copy: DeviceCopy = self._cuda.gather(block_ids, _as_tensor(rows))
+            copy: DeviceCopy = self._cuda.gather(block_ids, _as_tensor(rows), nearly)
             return copy
         self._host.gather(block_ids, as_host(rows))
         return None
 
-    def gather_checked(self, block_ids: Sequence[int], rows: BlockArray) -> tuple[DeviceCopy | None, Any]:
+    def gather_checked(self, block_ids: Sequence[int], rows: BlockArray, nearly: Any = None) -> tuple[DeviceCopy | None, Any]:
         """`gather`, and the checksums of what it staged: on a device of each piece (kvtransfer/pieces.py), valid when the copy is
         done, or None where pieces do not end with blocks or staging is not there; on the host the CRC32C of each row."""
         if self._host is None:
-            copy = self.gather(block_ids, rows)
+            copy = self.gather(block_ids, rows, nearly)
             return copy, None if copy is None else copy.crcs
         return None, self._host.gather(block_ids, as_host(rows), check=True)
 

@@ -1,8 +1,8 @@
 """Gather and scatter on a GPU: one kernel each way over all blocks and layers. Importing this needs torch and Triton.
 
-A table on the device tells the kernel where each contiguous segment of the cache begins; block ids travel from page-locked memory
-on the same stream, so the engine's thread never waits for the GPU. Everything runs on the current stream, in the order in which
-the engine launches: what comes later on it sees the blocks as they are after the copy.
+A table on the device tells the kernel where each contiguous segment of the cache begins; it reads block ids from, and writes
+checksums to, page-locked memory, so the engine's thread never waits for the GPU. Everything runs on the current stream, in the
+order in which the engine launches: what comes later on it sees the blocks as they are after the copy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kvtransfer import cuda_checksum, pieces
+from kvtransfer.cuda_launch import code_for
 
 TILE_WORDS = 1024
 """64-bit words that one program copies."""
@@ -64,8 +65,8 @@ class DeviceCopy:
 
     event: torch.cuda.Event
     crcs: torch.Tensor | None = None
-    begun: torch.cuda.Event | None = None
-    """What comes before it on its stream is done: what is left takes about as long as waking a thread. None: it takes longer."""
+    nearly: torch.cuda.Event | None = None
+    """What is left when this has passed takes somewhat longer than waking a thread, and no more than some milliseconds."""
     keep: Any = None
     """What must live until then."""
 
@@ -76,11 +77,11 @@ class DeviceCopy:
         """Blocks this thread, without the interpreter lock."""
         self.event.synchronize()
 
-    def wait_begun(self) -> bool:
-        """The same until the copy is about to begin; False where it takes long after that."""
-        if self.begun is not None:
-            self.begun.synchronize()
-        return self.begun is not None
+    def wait_nearly(self) -> bool:
+        """The same until the copy is nearly done; False where nobody can tell."""
+        if self.nearly is not None:
+            self.nearly.synchronize()
+        return self.nearly is not None
 
 
 def segment_table(segments: Sequence[tuple[int, torch.Tensor]]) -> np.ndarray:
@@ -123,46 +124,62 @@ class CudaBlocks:
         self._table = torch.from_numpy(host).to(device)
         self._sums = block_bytes % pieces.PIECE_BYTES == 0
         self._keep = [segment for _, segment in segments]
+        self._code: dict[tuple[bool, bool], Any] = {}
+        """Machine code by (scatter, aligned rows)."""
+        self._running: list[DeviceCopy] = []
+        """What the GPU may still read or write lives here, whoever else has let go of it."""
         scratch = torch.empty((1, block_bytes), dtype=torch.uint8, device=device)
         # The first block goes out and back to where it was.
         self.gather([0], scratch).wait()
         self.scatter(scratch, [0]).wait()
         cuda_checksum.prepare(device)
 
-    def gather(self, block_ids: Sequence[int], rows: torch.Tensor) -> DeviceCopy:
+    def gather(self, block_ids: Sequence[int], rows: torch.Tensor, nearly: torch.cuda.Event | None = None) -> DeviceCopy:
         """Start copying engine blocks into `rows` `[len(block_ids), block_bytes]`, uint8 on this device or page-locked on the
-        host. The blocks may be written again by anything that comes later on the current stream."""
+        host. The blocks may be written again by anything that comes later on the current stream. `nearly`: a `mark` before the
+        last of what the copy waits for; without it, it is made here."""
         on_device = rows.device.type != "cpu"
-        begun = self._record() if on_device else None
+        if not on_device:
+            nearly = None
+        elif nearly is None:
+            nearly = self.mark()
         packed = rows if on_device else torch.empty(rows.shape, dtype=torch.uint8, device=self._device)
-        self._launch(packed, block_ids, scatter=False)
+        ids = self._launch(packed, block_ids, scatter=False)
         crcs = cuda_checksum.start_on_host(packed.view(-1)) if self._sums and on_device else None
         if not on_device:
             rows.copy_(packed, non_blocking=True)
-        return DeviceCopy(self._record(), crcs, begun)
+        return self._begun(DeviceCopy(self.mark(), crcs, nearly, keep=ids))
 
     def scatter(self, rows: torch.Tensor, block_ids: Sequence[int]) -> DeviceCopy:
         """Start copying `rows` into engine blocks. `rows` may be written again when the copy is done; the blocks are complete for
         whatever comes later on the current stream."""
         packed = rows if rows.device.type != "cpu" else rows.to(self._device, non_blocking=True)
-        self._launch(packed, block_ids, scatter=True)
-        return DeviceCopy(self._record(), keep=rows)
+        ids = self._launch(packed, block_ids, scatter=True)
+        return self._begun(DeviceCopy(self.mark(), keep=(rows, ids)))
 
-    def _launch(self, rows: torch.Tensor, block_ids: Sequence[int], *, scatter: bool) -> None:
-        # The allocator keeps page-locked memory back until the copy that reads it is over.
-        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
-        _move[(len(block_ids) * self._tiles, self._segments)](
-            self._table,
-            ids,
-            rows.view(-1).view(torch.int64),
-            self._block_bytes // WORD_BYTES,
-            self._tiles,
-            SCATTER=scatter,
-            ALIGN=self._align,
-            TILE=TILE_WORDS,
-        )
+    def _launch(self, rows: torch.Tensor, block_ids: Sequence[int], *, scatter: bool) -> torch.Tensor:
+        """The block ids: to be kept until the kernel is done."""
+        # The kernel reads them where they are: a copy would be one launch more.
+        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
+        words = rows.view(-1).view(torch.int64)
+        grid = (len(block_ids) * self._tiles, self._segments, 1)
+        arguments = (self._table, ids, words, self._block_bytes // WORD_BYTES, self._tiles)
+        constants = {"SCATTER": scatter, "ALIGN": self._align, "TILE": TILE_WORDS}
+        # All that Triton tells kinds of arguments apart by: the rest is always the same, or aligned by its allocator.
+        kind = scatter, words.data_ptr() % 16 == 0
+        code = self._code.get(kind)
+        if code is None:
+            code = self._code[kind] = code_for(_move, grid, arguments, constants)
+        code[grid](*arguments, *constants.values(), stream=torch.cuda.current_stream(self._device).cuda_stream)
+        return ids
 
-    def _record(self) -> torch.cuda.Event:
+    def _begun(self, copy: DeviceCopy) -> DeviceCopy:
+        self._running = [other for other in self._running if not other()]
+        self._running.append(copy)
+        return copy
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind everything that is on the current stream now."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -108,7 +108,8 @@ class SplitpointConnector(KVConnectorBase_V1, SupportsHMA):
         """All layers are loaded when `start_load_kv` returns."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """All layers are gathered in `wait_for_save`."""
+        """All layers are gathered in `wait_for_save`; this tells how far the forward pass is."""
+        self._worker.computed(layer_name)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks()

@@ -145,11 +145,14 @@ class SendsItself(Protocol):
             TransportError: nothing was sent.
         """
 
-    def announce_now(self, header: pb.ChunkHeader, answers: Any, settled: Callable[[TransportError | None], None]) -> None:
-        """The header alone, ahead of its payload (`send_announced`) and of its checksum. As `send_now`."""
+    def announce_now(
+        self, header: pb.ChunkHeader, payload: Memory, answers: Any, settled: Callable[[TransportError | None], None]
+    ) -> None:
+        """The header alone, ahead of its payload (`send_announced`) and of its checksum; the bytes are not final. As `send_now`.
+        One at a time."""
 
     def send_announced(self, header: pb.ChunkHeader, payload: Memory, settled: Callable[[TransportError | None], None]) -> None:
-        """The payload of a header that was announced. As `send_now`."""
+        """The payload of the header that was announced. As `send_now`."""
 
     def send(self, header: pb.ChunkHeader, payload: Memory) -> AsyncIterator[pb.FetchResponse]: ...
 

@@ -114,12 +114,10 @@ class Asking:
         self._takes = takes
         self._operation = operation
         self._limit_s = limit_s
-        self._announced: set[int] = set()
-        """Chunks that have not landed."""
-        self._unsummed: set[int] = set()
-        """Chunks whose checksum has not come."""
+        self._missing: dict[int, int] = {}
+        """By chunk that is not complete. One thing: it is due. Two, bytes and checksum: the sender still computes them."""
         self._moved_at = 0.0
-        """When one landed, or was announced while none was on its way: several share one link, so all progress by that."""
+        """When one landed, or was due while no other was: several share one link, so all progress by that."""
         self.over = False
 
     def expect(self) -> None:
@@ -140,7 +138,7 @@ class Asking:
             return
         if self._asks.core.lost(self.peer):
             self.fail(TransportError("peer_lost", f"the connection to incarnation {self.peer.incarnation!r} failed"))
-        elif (due := self._announced | self._unsummed) and now > self._moved_at + self._limit_s:
+        elif (due := self._due()) and now > self._moved_at + self._limit_s:
             text = f"no chunk landed for {self._limit_s:.3f} s, {min(due)} is due"
             text += f" ({self._asks.core.condition(self.peer)})"
             self.fail(TransportError("timeout", text))
@@ -169,27 +167,27 @@ class Asking:
             self.fail(SplitpointError.from_proto(answer.error))
             return
         if answer.HasField("checksum"):
-            self._unsummed.discard(answer.checksum.index)
+            self._came(answer.checksum.index)
             self._guarded(lambda: self._takes.summed(answer.checksum.index, answer.checksum.checksum))
             return
         header = answer.header
         try:
             memory = self._takes.place(header, ahead=answer.announced)
             # Decided by the header alone, before UCX is given the place.
-            operation = self._operation(header, memory, lambda failure: self._landed(header, memory, failure))
+            operation = self._operation(
+                header, memory, lambda failure: self._landed(header, memory, failure), announced=answer.announced
+            )
         except Exception as exc:  # whatever it is ends this transfer and is raised where that is waited for, not this thread
             self.fail(exc)
             return
-        if not self._announced:
+        if not answer.announced and not self._due():
             self._moved_at = self._asks.now
-        self._announced.add(header.index)
-        if answer.announced:
-            self._unsummed.add(header.index)
+        self._missing[header.index] = 2 if answer.announced else 1
         self._asks.core.post(operation)
         self._guarded(lambda: self._takes.coming(header, memory))
 
     def _landed(self, header: pb.ChunkHeader, memory: Memory, failure: TransportError | None) -> None:
-        self._announced.discard(header.index)
+        self._came(header.index)
         self._moved_at = self._asks.now
         if self.over:
             return
@@ -197,6 +195,17 @@ class Asking:
             self.fail(TransportError(failure.reason, f"chunk {header.index}: {failure}"))
             return
         self._guarded(lambda: self._takes.landed(header, memory))
+
+    def _due(self) -> list[int]:
+        return [index for index, missing in self._missing.items() if missing == 1]
+
+    def _came(self, index: int) -> None:
+        """Bytes or checksum of a chunk."""
+        if not self._due():
+            self._moved_at = self._asks.now
+        missing = self._missing.pop(index, 0) - 1
+        if missing > 0:
+            self._missing[index] = missing
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from functools import partial
+from typing import Any
 
 from kvtransfer.memory import as_host
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.same_host import ProcessId, address_of, read_all, why_unreadable
 from kvtransfer.transports.ucx_asks import COMPLETE_TAG, Answers, Asking, Asks, Takes
 from kvtransfer.transports.ucx_core import CHUNK_BITS, Operation, Peer, UcxCore
+from kvtransfer.transports.ucx_operation import as_array
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 Settled = Callable[[TransportError | None], None]
@@ -79,6 +81,8 @@ class UcxSendChannel(_Channel):
         self._read_by_peer = read_by_peer
         self._counters = counters
         self._offered = False
+        self._announced: Any = None
+        """The announced payload as UCX takes it."""
         self._peer_done = asyncio.Event()
         if not read_by_peer:
             core.warm(peer)
@@ -116,14 +120,17 @@ class UcxSendChannel(_Channel):
         answers.header(header, settled)
         self._core.post(operation)
 
-    def announce_now(self, header: pb.ChunkHeader, answers: Answers, settled: Settled) -> None:
+    def announce_now(self, header: pb.ChunkHeader, payload: Memory, answers: Answers, settled: Settled) -> None:
         """As `transports.base.SendsItself`."""
         self._name(header)
+        self._announced = as_array(payload)
         answers.header(header, settled, announced=True)
 
     def send_announced(self, header: pb.ChunkHeader, payload: Memory, settled: Settled) -> None:
         """As `transports.base.SendsItself`."""
-        self._core.post(self._on_thread(header, payload, self._spin_s, settled, sending=True))
+        operation = self._on_thread(header, payload, self._spin_s, settled, sending=True)
+        operation.array, self._announced = self._announced, None
+        self._core.post(operation)
 
     def _name(self, header: pb.ChunkHeader) -> None:
         self._sent += 1
@@ -222,9 +229,11 @@ class UcxReceiveChannel(_Channel):
         asks = self._asks
         assert asks is not None
 
-        def operation(header: pb.ChunkHeader, memory: Memory, settled: Settled) -> Operation:
+        def operation(header: pb.ChunkHeader, memory: Memory, settled: Settled, *, announced: bool) -> Operation:
             self._require_whole(header, memory)
-            return self._on_thread(header, memory, limit_s, settled, sending=False)
+            made = self._on_thread(header, memory, 0.0 if announced else limit_s, settled, sending=False)
+            made.spin_when_begun_s = limit_s
+            return made
 
         asking = self._asking = Asking(asks, self._peer, self._channel, takes, operation, limit_s, request.grant)
         self._core.run(lambda: asks.ask(asking, request))

@@ -58,6 +58,8 @@ class Operation:
     cancelled: bool = False
     endpoint: Any = None
     """What it was posted on."""
+    spin_when_begun_s: float = 0.0
+    """Of a receive whose message may be long in coming: the thread sleeps until it does."""
     message: bool = False
     """No payload of a transfer: no connection that has to end is kept for it."""
 

@@ -170,14 +170,9 @@ class UcxThread:
                 command()
             except Exception:  # a fault of ours, or a hostile message: everybody's transfers live on this thread
                 self._fault("a command")
-        moved = False
-        for _ in range(PROGRESS_AT_ONCE):
-            if not self._worker.progress_once():
-                break
-            moved = True
+        if self._progress():
+            self._moved_at = time.monotonic()
         now = self._turned_at = time.monotonic()
-        if moved:
-            self._moved_at = now
         self.queue.look(now)
         self._advance(now)
         busy = self.guest is not None and self.guest.turn(now)
@@ -188,6 +183,21 @@ class UcxThread:
         if busy or pause == 0 or self._stopping:
             return
         self._sleeper.sleep(pause, lambda: not self._commands and (self.queue.suspect or self._worker.arm()))
+
+    def _progress(self) -> bool:
+        """Let UCX work while it has something to do, or bytes are on their way: a turn takes longer than a step of theirs. True:
+        something moved."""
+        now = time.monotonic()
+        moving = [op.request for op in self.operations if op.request is not None and not op.cancelled and now < op.spin_until]
+        moved = False
+        for _ in range(PROGRESS_AT_ONCE):
+            if self._worker.progress_once():
+                moved = True
+            elif not moving or self._commands:
+                break
+            if moving and any(request.completed for request in moving):
+                return True
+        return moved
 
     def _pause_s(self, now: float) -> float | None:
         if any(not op.cancelled and now < op.spin_until for op in self.operations):
@@ -259,8 +269,10 @@ class UcxThread:
             endpoint = self._endpoint(operation.peer)
             if not operation.message:
                 self.endpoints.trust(operation.peer)
+            if operation.array is None:
+                operation.array = as_array(operation.memory)  # also of a receive: now, and not when its message is there
             if operation.sending:
-                operation.array, operation.endpoint = as_array(operation.memory), endpoint
+                operation.endpoint = endpoint
                 operation.request = endpoint.tag_send(operation.array, ucx.UCXXTag(operation.tag))
         except (ucx.UCXError, RuntimeError) as exc:
             self.settle(operation, TransportError("peer_lost", f"UCX refused to send: {exc}"))
@@ -303,9 +315,11 @@ class UcxThread:
             self._tags.sink(self._worker, found, whole=self._warms_whole())
             self.settle(operation, TransportError("corrupt", f"{found.length} bytes came where {expected} were announced"))
             return
-        operation.array, operation.endpoint = as_array(operation.memory), endpoint
+        operation.endpoint = endpoint
         try:
             operation.request = endpoint.tag_recv(operation.array, tag)
+            if operation.spin_when_begun_s:
+                operation.spin_until = time.monotonic() + operation.spin_when_begun_s
         except (ucx.UCXError, RuntimeError) as exc:
             self.settle(operation, TransportError("peer_lost", f"UCX refused to receive: {exc}"))
 

@@ -113,7 +113,7 @@ async def test_a_device_that_is_waited_for_wakes_the_sender(pair: NodePair) -> N
         def wait(self) -> None:
             self.done.wait(20)
 
-        def wait_begun(self) -> bool:
+        def wait_nearly(self) -> bool:
             self.done.wait(20)
             return True
 
@@ -334,7 +334,7 @@ def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     )
     settled: list[Any] = []
     peer = Peer("sender", b"address", error_handling=True)
-    asking = Asking(asks, peer, 7, takes, lambda header, memory, done: settled.append(done), 1.0, pb.TransferGrant())
+    asking = Asking(asks, peer, 7, takes, lambda header, memory, done, announced: settled.append(done), 1.0, pb.TransferGrant())
     for index in range(3):
         asking._answered(pb.FetchAnswer(header=pb.ChunkHeader(index=index), proof=asking._proof).SerializeToString())
     for landed_at, done in ((0.9, settled[0]), (1.8, settled[1])):
@@ -348,7 +348,8 @@ def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     assert failures[0].reason == "timeout"
 
 
-def test_a_checksum_that_does_not_follow_is_waited_for_as_long_as_a_chunk() -> None:
+@pytest.mark.parametrize("lost", ["checksum", "bytes"])
+def test_what_is_announced_is_late_only_once_some_of_it_has_come(lost: str) -> None:
     core = SimpleNamespace(lost=lambda peer: False, post=lambda operation: None, condition=lambda peer: "all is well")
     asks: Any = SimpleNamespace(now=0.0, core=core)
     failures: list[Exception] = []
@@ -361,18 +362,23 @@ def test_a_checksum_that_does_not_follow_is_waited_for_as_long_as_a_chunk() -> N
     )
     settled: list[Any] = []
     peer = Peer("sender", b"address", error_handling=True)
-    asking = Asking(asks, peer, 7, takes, lambda header, memory, done: settled.append(done), 1.0, pb.TransferGrant())
+    asking = Asking(asks, peer, 7, takes, lambda header, memory, done, announced: settled.append(done), 1.0, pb.TransferGrant())
 
     def answer(**fields: Any) -> None:
         asking._answered(pb.FetchAnswer(proof=asking._proof, **fields).SerializeToString())
 
     for index in range(2):
         answer(header=pb.ChunkHeader(index=index), announced=True)
-        answer(checksum=pb.ChunkChecksum(index=index)) if index == 0 else None
-        settled[index](None)
-    asking.check(0.9)
+        asking.check(10.0 * index + 9)
+        assert not failures, "the prompt is still computed"
+        asks.now = 10.0 * index + 10
+        if index == 0 or lost == "bytes":
+            answer(checksum=pb.ChunkChecksum(index=index))
+        if index == 0 or lost == "checksum":
+            settled[index](None)
+    asking.check(20.9)
     assert not failures
-    asking.check(1.1)
+    asking.check(21.1)
     assert isinstance(failures[0], TransportError)
     assert "1 is due" in str(failures[0])
 
@@ -389,7 +395,7 @@ class Copy:
     def wait(self) -> None:
         self.done.wait(20)
 
-    def wait_begun(self) -> bool:
+    def wait_nearly(self) -> bool:
         return True
 
 
@@ -447,7 +453,7 @@ async def test_a_receiver_that_takes_no_announcements_gets_headers_with_their_ch
     pair: NodePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of an older version."""
-    monkeypatch.setattr(DirectSend, "_announce", lambda self: False)
+    monkeypatch.setattr(DirectSend, "_announce", lambda self: None)
     transfer = transfer_of(pair, 40)
     await transfer.reserve()
     pull = asyncio.create_task(transfer.pull())
