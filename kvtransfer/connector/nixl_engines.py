@@ -48,6 +48,7 @@ class Engine:
             max_num_seqs=16,
             enable_prefix_caching=False,
             enforce_eager=True,
+            gpu_memory_utilization=0.4,  # of one GPU that both may share: only a check where the cache is given
             kv_cache_memory_bytes=spec["kv_cache_bytes"],
             kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both"),
         )
