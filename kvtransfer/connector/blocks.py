@@ -89,6 +89,8 @@ class EngineBlocks:
             raise ValueError("the engine has no KV cache")
         if len(set(layer_bytes)) != 1:
             raise ValueError(f"layers differ in bytes per block: {sorted(set(layer_bytes))}")
+        self.layers = tuple(layers)
+        """Their names, in the model's order."""
         self.num_layers = len(per_layer)
         self.layer_block_bytes = layer_bytes[0]
         self.block_bytes = sum(layer_bytes)

@@ -144,7 +144,6 @@ class WorkerHalf:
             control_token=self._settings.control_token,
             memory=staging_allocator(self._settings.settings.staging_memory, blocks.device),
         )
-        self._late_layer = list(layers)[-1 - min(LAYERS_LEFT, len(layers) - 1)]
         self.attach(blocks, node)
         endpoint = node.start()
         try:
@@ -158,6 +157,7 @@ class WorkerHalf:
         """Take over a cache and a node that exist already."""
         self._blocks = blocks
         self._node = node
+        self._late_layer = blocks.layers[max(0, len(blocks.layers) - 1 - LAYERS_LEFT)]
 
     def load(self, plan: StepPlan) -> None:
         """Before the forward pass: staging into engine blocks, each receive slot given back at once."""

@@ -16,9 +16,9 @@ import numpy as np
 
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.ucx_environment import devices_missing
-from kvtransfer.transports.ucx_operation import UCX_VERSION, Operation, Peer
+from kvtransfer.transports.ucx_operation import UCX_VERSION, Guest, Operation, Peer
 from kvtransfer.transports.ucx_tags import ASK_CHANNEL, CHUNK_BITS, WARM_CHANNEL, Tags
-from kvtransfer.transports.ucx_thread import Guest, UcxThread
+from kvtransfer.transports.ucx_thread import UcxThread
 
 __all__ = ["ASK_CHANNEL", "CHUNK_BITS", "UCX_VERSION", "WARM_CHANNEL", "Guest", "Operation", "Peer", "UcxCore"]
 

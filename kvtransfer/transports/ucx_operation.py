@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,6 +62,16 @@ class Operation:
     """Of a receive whose message may be long in coming: the thread sleeps until it does."""
     message: bool = False
     """No payload of a transfer: no connection that has to end is kept for it."""
+
+
+class Guest(Protocol):
+    """Somebody else's work on the thread."""
+
+    def turn(self, now: float) -> bool:
+        """Called in every turn. True: the thread should not sleep now."""
+
+    def end(self) -> None:
+        """UCX stops."""
 
 
 def as_array(memory: Memory) -> Any:

@@ -16,14 +16,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from kvtransfer.transports.base import Memory, TransportError
 from kvtransfer.transports.ucx_endpoints import Endpoints
 from kvtransfer.transports.ucx_leaks import leaked_attachments
-from kvtransfer.transports.ucx_operation import UCX_VERSION, Array, Operation, Peer, as_array, failure_of, ucx
+from kvtransfer.transports.ucx_operation import UCX_VERSION, Array, Guest, Operation, Peer, as_array, failure_of, ucx
 from kvtransfer.transports.ucx_queue import QueueWatch
 from kvtransfer.transports.ucx_sleep import Sleeper
 from kvtransfer.transports.ucx_tags import CHUNK_BITS, WARM_BYTES, WARM_CHANNEL, Tags
@@ -39,16 +39,6 @@ SWEEP_EVERY_S = 0.001
 
 _never_freed: list[Any] = []
 """Requests to dead peers that UCX never completes. Dropping them would let UCX touch freed request objects."""
-
-
-class Guest(Protocol):
-    """Somebody else's work on the thread."""
-
-    def turn(self, now: float) -> bool:
-        """Called in every turn. True: the thread should not sleep now."""
-
-    def end(self) -> None:
-        """UCX stops."""
 
 
 class UcxThread:
@@ -170,9 +160,10 @@ class UcxThread:
                 command()
             except Exception:  # a fault of ours, or a hostile message: everybody's transfers live on this thread
                 self._fault("a command")
-        if self._progress():
-            self._moved_at = time.monotonic()
+        moved = self._progress()
         now = self._turned_at = time.monotonic()
+        if moved:
+            self._moved_at = now
         self.queue.look(now)
         self._advance(now)
         busy = self.guest is not None and self.guest.turn(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,33 @@ def test_a_gather_fills_its_place_and_commits(cache: torch.Tensor, rank: tuple[W
     half.save(StepPlan(gathers=(Gather(T, 1, (4, 2), True),)))
     assert node.send[T].view(np.int16).tolist() == [[0] * 8, cache[4].tolist(), cache[2].tolist()]
     assert node.committed == [(T, 1, 2, True)]
+
+
+def test_a_prompts_gather_knows_a_mark_before_its_last_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {f"layer{index}": torch.zeros((6, 8), dtype=torch.int16) for index in range(5)}
+    blocks = EngineBlocks(layers, 6)
+    half, node = WorkerHalf(SETTINGS), RememberingNode(blocks.block_bytes)
+    half.attach(blocks, node)
+    node.send[T] = np.zeros((2, blocks.block_bytes), dtype=np.uint8)
+    computed: list[str] = []
+    marks: list[Any] = []
+    monkeypatch.setattr(blocks, "mark", lambda: f"after {computed[-1]}")
+    gather_checked = blocks.gather_checked
+
+    def remembering(ids: list[int], rows: Any, nearly: Any) -> Any:
+        marks.append(nearly)
+        return gather_checked(ids, rows)
+
+    monkeypatch.setattr(blocks, "gather_checked", remembering)
+    # A chunk that is not the prompt's last; the last one; the last one of a step that runs as one graph.
+    for last, told in ((False, True), (True, True), (True, False)):
+        plan = StepPlan(gathers=(Gather(T, 0, (1, 2), last),))
+        half.load(plan)
+        for name in layers if told else ():
+            computed.append(name)
+            half.computed(name)
+        half.save(plan)
+    assert marks == [None, "after layer2", None]
 
 
 def test_a_gather_without_a_slot_commits_nothing(rank: tuple[WorkerHalf, RememberingNode]) -> None:
