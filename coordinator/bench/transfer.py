@@ -76,8 +76,8 @@ def specs(plan: Plan) -> tuple[list[PathSpec], dict[str, str]]:
         missing["ucx"] = "ucxx is not installed (extra cpu or gpu)"
     else:
         made.append(PathSpec("ucx", "kvtransfer.bench.ours", (("transport", "ucx"),)))
-        if plan.thorough:
-            for name, way in ((UCX_ALONE, "contained"), (UCX_ONE_COPY, "one_copy")):
+        for name, way in ((UCX_ONE_COPY, "one_copy"), (UCX_ALONE, "contained")):
+            if plan.thorough or name == UCX_ONE_COPY:
                 made.append(PathSpec(name, "kvtransfer.bench.ours", (("transport", "ucx"), ("ucx_same_host", way))))
     made.append(PathSpec("grpc", "kvtransfer.bench.ours", (("transport", "grpc"),)))
     made.append(PathSpec(RAW_GRPC, "kvtransfer.bench.grpc_stream", (("message_bytes", message_bytes),)))
