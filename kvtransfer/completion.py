@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
+from kvtransfer.session import ReceiveSession
 from kvtransfer.sources import Source
 from kvtransfer.transports.base import ReadsPeer
 from protos.errors import Code, SplitpointError
@@ -32,9 +33,10 @@ class Completer:
     def __init__(self, runtime: NodeRuntime) -> None:
         self._rt = runtime
 
-    async def complete(self, request: pb.PullRequest, source: Source) -> None:
+    async def complete(self, request: pb.PullRequest, source: Source, session: ReceiveSession) -> None:
         """Tell the sender how it ended. When that fails its lease ends by release or expiry. A sender whose memory was read hears
-        it after the last read, and is told again while it may only be slow: its slot is held until then."""
+        it after the last read, and when it has lent its slot, when that is given back; and it is told again while it may only be
+        slow: its slot is held until then."""
         channel, outcome, endpoint = source.channel, source.outcome, source.endpoint
         reader = channel if isinstance(channel, ReadsPeer) and channel.reads_peer else None
         if channel is not None and reader is not None:
@@ -42,7 +44,6 @@ class Completer:
                 await channel.close()
             while not await channel.drained(DRAIN_POLL_S):
                 pass
-        give_up_at = self._rt.now() + COMPLETE_AGAIN_S
         message = pb.CompleteRequest(grant=request.grant, outcome=outcome, receiver_rank=source.receiver_rank)
         if outcome == "delivered":
             if source.tell is not None:
@@ -53,6 +54,8 @@ class Completer:
                 self._rt.metrics.event("complete_by_grpc")
             else:
                 await self._end_of_stream(source.call)
+        await self._rt.lending.given_back(session)
+        give_up_at = self._rt.now() + COMPLETE_AGAIN_S
         while True:
             try:
                 async with self._rt.peers.use(endpoint) as (stub, _):

@@ -35,9 +35,10 @@ class KvTransferSettings(BaseModel):
         description="Where staging lies. auto: on the GPU if the engine's cache is there, and then outside the engine's share.",
     )
     checksum: Literal["crc32c", "off"] = "crc32c"
-    ucx_same_host: Literal["one_copy", "contained", "direct"] = Field(
-        "one_copy",
-        description="ucx inside one host. one_copy: Splitpoint itself reads host memory (process_vm_readv); contained: "
+    ucx_same_host: Literal["mapped", "one_copy", "contained", "direct"] = Field(
+        "mapped",
+        description="ucx inside one host. mapped: the receiver maps the sender's staging in host memory and scatters out of it; "
+        "one_copy: Splitpoint itself reads host memory (process_vm_readv), as `mapped` does where it cannot map; contained: "
         "UCX, two copies; direct: UCX, one copy, and a peer that is killed while it is read ends this process.",
     )
     bind_host: str = "127.0.0.1"

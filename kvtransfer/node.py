@@ -22,7 +22,7 @@ from kvtransfer.memory import host_memory, use_device_of
 from kvtransfer.metrics import Observation
 from kvtransfer.peers import Peers
 from kvtransfer.push import KvTransferServicer
-from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id, host_port
+from kvtransfer.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, control_metadata, host_id, host_port, quiet_poller
 from kvtransfer.runtime import NodeRuntime
 from kvtransfer.tls import bind, channel
 from kvtransfer.transport_choice import auto_order
@@ -155,6 +155,8 @@ class KvNode:
             if lease is None:
                 return None
             start = lease.slot.offset + first_block * rt.block_bytes
+        if rt.shared is not None:
+            rt.shared.touch(start, num_blocks * rt.block_bytes)
         return rt.send_memory[start : start + num_blocks * rt.block_bytes].reshape(num_blocks, rt.block_bytes)
 
     def commit_chunk(
@@ -201,27 +203,28 @@ class KvNode:
             return None if session is None else session.verified_at
 
     def receive_view(self, transfer_id: bytes) -> Memory | None:
-        """The whole verified slot, uint8 `[blocks, block_bytes]`, or None. Its bytes stay until `scattered`, which whoever
-        takes a view must call, also when the request ended meanwhile."""
+        """The whole verified prompt, uint8 `[blocks, block_bytes]`, to be read only, or None. Its bytes stay until `scattered`,
+        which whoever takes a view must call, also when the request ended meanwhile."""
         rt = self._rt
         with rt.lock:
             session = rt.sessions.take(transfer_id, rt.now())
             if session is None or session.hold is None:
                 return None
-            slot = session.hold.slot
-            content_bytes = session.content_bytes
-        return rt.receive_memory[slot.offset : slot.offset + content_bytes].reshape(-1, rt.block_bytes)
+            return session.view(rt.receive_memory).reshape(-1, rt.block_bytes)
 
-    def scattered(self, transfer_id: bytes, *, ready: Callable[[], bool] | None = None) -> None:
+    def scattered(self, transfer_id: bytes, *, ready: Callable[[], bool] | None = None) -> bool:
         """This rank is done with the slot, or will be when `ready()` is True, or never needed it. Repeating it is counted and
-        changes nothing."""
+        changes nothing. False: the bytes lay with a sender that took this process for dead and may have written them again while
+        they were read here, so what was read must not be used. (With `ready` they never lie there: it is of a device.)"""
         rt = self._rt
         if ready is not None:
             rt.scattered_when(transfer_id, ready)
-            return
+            return True
         with rt.lock:
+            intact = rt.sessions.intact(transfer_id)
             rt.sessions.scattered(transfer_id, rt.now())
         rt.follow_from_engine(transfer_id, ())
+        return intact
 
     def take_observations(self) -> list[Observation]:
         """Ends of transfers since the last call, for the engine's own statistics."""
@@ -240,7 +243,7 @@ class KvNode:
     def _run(self) -> None:
         use_device_of(self._rt.receive_memory)
         with asyncio.Runner() as runner:
-            runner.get_loop().set_exception_handler(_quiet_poller)
+            runner.get_loop().set_exception_handler(quiet_poller)
             try:
                 runner.run(self._serve())
             except BaseException as exc:
@@ -276,6 +279,8 @@ class KvNode:
             await rt.peers.close()
             for transport in rt.transports.values():
                 await transport.stop()
+            if rt.shared is not None:
+                rt.shared.close()
             rt.executor.shutdown(wait=True)
             rt.waiters.shutdown(wait=True)
 
@@ -314,7 +319,7 @@ class KvNode:
     async def _start_transports(self) -> None:
         rt = self._rt
         context = TransportContext(
-            self._settings, rt.rank, rt.incarnation, rt.host_id, send_memory=rt.send_memory, receive_memory=rt.receive_memory
+            self._settings, rt.rank, rt.incarnation, rt.host_id, rt.send_memory, rt.receive_memory, rt.shared
         )
         made = self._given_transports
         schemes = to_open(self._settings) if made is None else [transport.scheme for transport in made]
@@ -356,6 +361,7 @@ class KvNode:
             host_id=rt.host_id,
             incarnation=rt.incarnation,
             ucx_worker_address=b"" if ucx is None else ucx.worker_address(),
+            shared_staging=None if ucx is None or rt.shared is None else rt.shared.announcement,
             transport_addresses={s: t.worker_address() for s, t in rt.transports.items() if s != "ucx" and t.worker_address()},
         )
 
@@ -395,10 +401,3 @@ class KvNode:
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the node's loop and wait for it on this thread."""
         return asyncio.run_coroutine_threadsafe(work, self._rt.loop).result()
-
-
-def _quiet_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Several gRPC loops of one process share a wake-up socket; the loop that finds it already read reports that as an error."""
-    if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(context.get("handle")):
-        return
-    loop.default_exception_handler(context)

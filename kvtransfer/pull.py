@@ -20,7 +20,7 @@ from kvtransfer.runtime import DRAIN_POLL_S, NodeRuntime
 from kvtransfer.session import ReceiveSession, RejectedChunkError, SessionEvent
 from kvtransfer.sessions import LATE_PULL
 from kvtransfer.sources import Source, Sources, find_sources
-from kvtransfer.transports.base import AsksItself, ChecksAsItLands, Memory, ReceiveChannel, Transport, TransportError
+from kvtransfer.transports.base import AsksItself, ChecksAsItLands, Lends, Memory, ReceiveChannel, Transport, TransportError
 from kvtransfer.waiting import Copies, all_or_first_failure
 from protos.errors import Code, SplitpointError
 from protos.grpc_errors import from_rpc_error
@@ -196,7 +196,7 @@ class Puller:
                 if source.asked:
                     if source.call is not None and source.outcome != "delivered":
                         source.call.cancel()
-                    rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._completer.complete(request, source))
+                    rt.tasks.spawn(f"complete {session.transfer_id.hex()}", self._completer.complete(request, source, session))
                 rt.tasks.spawn(f"drain {session.transfer_id.hex()}", self._drain(session, source, copies))
         if rt.rank == 0:
             for endpoint in sources.unneeded:
@@ -231,6 +231,9 @@ class Puller:
         try:
             channel = source.channel = transport.open_receive(source.endpoint, fetch)
             source.asked = True
+            if source.plan is None and isinstance(channel, Lends):
+                channel.lend()
+                source.lends = channel
             async with rt.watch.pulling(source.stub, source.endpoint):
                 if source.plan is None and isinstance(channel, AsksItself) and channel.asks:
                     progress = await self._fetch_directly(fetch, session, source, channel)
@@ -329,6 +332,8 @@ class Puller:
             rows = self._memory(session, 0, session.content_bytes)
             await copies.run(_put, source.plan.fit, memory, header, rows)
         with rt.lock:
+            if source.lends is not None:
+                session.lent = source.lends.lent
             return session.landed(header.index, checksum, rt.now(), source=source.index)
 
     def _memory(self, session: ReceiveSession, start: int, end: int) -> Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import socket
@@ -94,3 +95,10 @@ def host_id() -> str:
     """Equal exactly in processes of one boot of one host that share an IPC namespace: shared memory may be used."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/ipc').st_ino}"
+
+
+def quiet_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Several gRPC loops of one process share a wake-up socket; the loop that finds it already read reports that as an error."""
+    if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(context.get("handle")):
+        return
+    loop.default_exception_handler(context)

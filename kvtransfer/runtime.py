@@ -21,12 +21,14 @@ from kvtransfer.checksum import algorithm_for, checksum, start_on_device
 from kvtransfer.config import KvTransferSettings
 from kvtransfer.layout import fingerprint
 from kvtransfer.lease import Action, Gather, Lease, LeaseTable
+from kvtransfer.lending import Lending
 from kvtransfer.machine import Refusal
 from kvtransfer.memory import on_device, reserved_on_devices, use_device_of
 from kvtransfer.metrics import KvMetrics
 from kvtransfer.peer_watch import PeerWatch
 from kvtransfer.peers import Peers
 from kvtransfer.sessions import SessionTable
+from kvtransfer.shared_area import shared_staging
 from kvtransfer.sources import PlanCache
 from kvtransfer.staging import Staging
 from kvtransfer.transports.base import Counts, Memory, Transport
@@ -67,11 +69,14 @@ class NodeRuntime:
         self.host_id = host
         self.lock = threading.Lock()
         self.metrics = KvMetrics()
-        self.send = Staging(settings.send_staging_bytes)
         self.receive = Staging(settings.receive_staging_bytes)
         self.pack = Staging(settings.pack_staging_bytes)
         # One piece of memory, registered once: first the slots, then the room in which shares are cut.
-        self.send_memory = memory(self.send.capacity_bytes + self.pack.capacity_bytes)
+        slots_bytes = Staging(settings.send_staging_bytes).capacity_bytes
+        send_bytes = slots_bytes + self.pack.capacity_bytes
+        self.shared = shared_staging(settings, memory, send_bytes, self.metrics.event)
+        self.send = Staging(slots_bytes, mark=None if self.shared is None else self.shared.mark)
+        self.send_memory = memory(send_bytes) if self.shared is None else self.shared.memory
         self.receive_memory = memory(self.receive.capacity_bytes)
         self.leases = LeaseTable(self.send, block_tokens=compatibility.block_tokens, block_bytes=block_bytes)
         self.sessions = SessionTable(self.receive)
@@ -82,6 +87,7 @@ class NodeRuntime:
         """Running streams by transfer and receiver's rank."""
         self.pulls: dict[bytes, asyncio.Task[Any]] = {}
         self.maps = PlanCache()
+        self.lending = Lending(self)
         self.pending_fetches = 0
         self._polling: set[bytes] = set()
         self._kicks: dict[bytes, Callable[[], None]] = {}
@@ -132,6 +138,7 @@ class NodeRuntime:
                 for (fetched, _), task in list(self.fetches.items()):
                     if fetched == transfer_id:
                         task.cancel()
+        self.lending.look()
         self.send_room.pump()
         self.receive_room.pump()
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from kvtransfer.machine import Machine
 from kvtransfer.plan import TransferPlan
 from kvtransfer.staging import SlotHold
+from kvtransfer.transports.base import Lent, Memory
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 
@@ -194,6 +195,8 @@ class ReceiveSession:
         self.inflows: tuple[Inflow, ...] = ()
         self.verified_at: float | None = None
         """Monotonic seconds."""
+        self.lent: Lent | None = None
+        """Where the bytes lie, when they stay where their sender staged them and not in the slot."""
         self.resting = False
         """It has its slot, and the pull is still to come."""
         self.reason = ""
@@ -211,6 +214,18 @@ class ReceiveSession:
     def readable(self) -> bool:
         """An engine may take the slot."""
         return self.machine.allows(SessionEvent.TAKE)
+
+    def view(self, staging: Memory) -> Memory:
+        """What the engine reads: of receive staging, or of the sender's."""
+        assert self.hold is not None
+        if self.lent is not None:
+            return self.lent.view(self.content_bytes)
+        return staging[self.hold.slot.offset : self.hold.slot.offset + self.content_bytes]
+
+    @property
+    def let_go(self) -> bool:
+        """It is over, and its engine reads nothing of it."""
+        return self.ended and (self.hold is None or not self.hold.pinned(SCATTER))
 
     @property
     def expected(self) -> Expected | None:

@@ -128,6 +128,17 @@ class SessionTable:
             session.hold.pin(SCATTER)
         return session
 
+    def intact(self, transfer_id: bytes) -> bool:
+        """What the engine has read since `take` was this transfer's. False only when its bytes lay with a sender that gave them
+        to another transfer meanwhile."""
+        session = self._live.get(transfer_id) or self._ending.get(transfer_id)
+        if session is None or session.lent is None or session.hold is None or not session.hold.pinned(SCATTER):
+            return True
+        if session.lent.intact():
+            return True
+        self.counters["lent_slot_reused"] += 1
+        return False
+
     def scattered(self, transfer_id: bytes, now: float) -> None:
         """The engine is done with the slot, or never wanted it."""
         session = self._live.get(transfer_id) or self._ending.get(transfer_id)

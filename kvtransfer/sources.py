@@ -12,7 +12,7 @@ from kvtransfer.layout import fingerprint, holding
 from kvtransfer.plan import SharePlan, TransferPlan, blocks_for, plan_share, plan_transfer
 from kvtransfer.rank_map import Holding, PlanError, map_ranks
 from kvtransfer.session import Expected
-from kvtransfer.transports.base import ReceiveChannel
+from kvtransfer.transports.base import Lends, ReceiveChannel
 from protos.errors import Code, SplitpointError
 from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
@@ -95,6 +95,8 @@ class Source:
     piece_bytes: int = 0
     """0: every chunk lands at its own place. Otherwise chunks land in turn in pieces of this size, the first at `lands_at`."""
     channel: ReceiveChannel | None = None
+    lends: Lends | None = None
+    """The same, where it may leave the bytes with their sender."""
     asked: bool = False
     """The sender may have heard of this pull."""
     call: Any = None

@@ -8,6 +8,7 @@ an earlier owner of the same bytes is told apart.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,9 @@ class Slot:
 class Staging:
     """Who owns which bytes of `capacity_bytes`. Not thread-safe: the owner brings a lock."""
 
-    def __init__(self, capacity_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(self, capacity_bytes: int, page_bytes: int = PAGE_BYTES, mark: Callable[[int, int], None] | None = None) -> None:
+        """`mark(page, generation)` says for others to see which slot begins at a page, 0: none. It is called before a slot is
+        given out, and before its bytes can be anybody else's."""
         if capacity_bytes < page_bytes:
             raise ValueError(f"staging of {capacity_bytes} bytes holds no page of {page_bytes}")
         self.page_bytes = page_bytes
@@ -42,6 +45,7 @@ class Staging:
         """Rises whenever bytes become free: who waits for room tries again when it has changed."""
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
         self._slots: dict[int, tuple[Slot, State]] = {}
+        self._mark = mark
         self._generation = 0
         self._bytes: dict[State, int] = {"used": 0, "quarantined": 0}
 
@@ -81,6 +85,7 @@ class Staging:
             self._generation += 1
             slot = Slot(offset, num_bytes, span, self._generation)
             self._slots[offset] = (slot, "used")
+            self._say(slot, slot.generation)
             self._bytes["used"] += span
             return slot
         return None
@@ -96,6 +101,7 @@ class Staging:
         """Nobody can touch its bytes any more."""
         self._bytes[self._state(slot)] -= slot.span_bytes
         del self._slots[slot.offset]
+        self._say(slot, 0)
         self.frees += 1
         offset, length = slot.offset, slot.span_bytes
         index = bisect.bisect(self._free, (offset, length))
@@ -107,6 +113,10 @@ class Staging:
             self._free[index] = (offset, length)
         else:
             self._free.insert(index, (offset, length))
+
+    def _say(self, slot: Slot, generation: int) -> None:
+        if self._mark is not None:
+            self._mark(slot.offset // self.page_bytes, generation)
 
     def _state(self, slot: Slot) -> State:
         held = self._slots.get(slot.offset)

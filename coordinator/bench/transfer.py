@@ -19,6 +19,7 @@ MEMORY = "memory"
 BOUNDS = ("memcpy", "crc32c", "memcpy_crc32c", "readv", "readv_crc32c", AT_ONCE)
 OURS = ("ucx", "grpc")
 UCX_ALONE = "ucx contained"
+UCX_ONE_COPY = "ucx one copy"
 RAW_GRPC = "gRPC stream"
 NIXL = "NIXL READ"
 CONNECTOR = "NixlConnector"
@@ -75,8 +76,9 @@ def specs(plan: Plan) -> tuple[list[PathSpec], dict[str, str]]:
         missing["ucx"] = "ucxx is not installed (extra cpu or gpu)"
     else:
         made.append(PathSpec("ucx", "kvtransfer.bench.ours", (("transport", "ucx"),)))
-        if plan.thorough:
-            made.append(PathSpec(UCX_ALONE, "kvtransfer.bench.ours", (("transport", "ucx"), ("ucx_same_host", "contained"))))
+        for name, way in ((UCX_ONE_COPY, "one_copy"), (UCX_ALONE, "contained")):
+            if plan.thorough or name == UCX_ONE_COPY:
+                made.append(PathSpec(name, "kvtransfer.bench.ours", (("transport", "ucx"), ("ucx_same_host", way))))
     made.append(PathSpec("grpc", "kvtransfer.bench.ours", (("transport", "grpc"),)))
     made.append(PathSpec(RAW_GRPC, "kvtransfer.bench.grpc_stream", (("message_bytes", message_bytes),)))
     wheels = [name for name in ("nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from coordinator.bench.transfer import BOUNDS, CONNECTOR, NIXL, RAW_GRPC, UCX_ALONE, Outcome, Plan, cores
+from coordinator.bench.transfer import BOUNDS, CONNECTOR, NIXL, RAW_GRPC, UCX_ALONE, UCX_ONE_COPY, Outcome, Plan, cores
 from coordinator.bench.transfer_summary import Key, Rate, Sample, bound, paired_ratio, rates
 from coordinator.manifest import git_commit, hardware, versions
 from kvtransfer.bench.bounds import AT_ONCE
@@ -20,7 +20,8 @@ from kvtransfer.bench.shape import REAL, SYNTHETIC
 
 FORMAT = 1
 TEXT = {
-    "ucx": "transport ucx inside one host: Splitpoint's own process_vm_readv, checked",
+    "ucx": "transport ucx inside one host: the sender's staging mapped, checked",
+    UCX_ONE_COPY: "transport ucx with ucx_same_host=one_copy: Splitpoint's own process_vm_readv, checked",
     UCX_ALONE: "transport ucx with ucx_same_host=contained: UCX's shared memory, checked",
     "grpc": "transport grpc, checked",
     RAW_GRPC: "a gRPC stream of ready-made messages: no copy, no check",
@@ -31,7 +32,7 @@ TEXT = {
     "memcpy_crc32c": "a copy in pieces of one block and layer, with CRC32C in the cache",
     "readv": "process_vm_readv",
     "readv_crc32c": "process_vm_readv with CRC32C in the cache",
-    AT_ONCE: "gather, checksums, read and scatter by plain calls, all at the same time, nothing waiting for anything",
+    AT_ONCE: "gather, checksums and scatter by plain calls, all at the same time, nothing waiting for anything",
 }
 
 
@@ -66,6 +67,7 @@ def judged(outcome: Outcome) -> dict[str, Any]:
     parts = {name: headline(outcome.samples, name) for name in BOUNDS}
     known = {name: value for name, value in parts.items() if value is not None}
     limit = bound(known, cores()) if len(known) == len(BOUNDS) else None
+    reading = bound(known, cores(), reads=True) if len(known) == len(BOUNDS) else None
     ours = headline(outcome.samples, "ucx")
 
     def ratio(path: str, other: str, **choice: Any) -> dict[str, float] | None:
@@ -77,9 +79,12 @@ def judged(outcome: Outcome) -> dict[str, Any]:
         "ucx / NIXL READ": ratio("ucx", NIXL),
         "ucx / NIXL READ, 16-token pieces": ratio("ucx", NIXL, layout=SYNTHETIC.name),
         "ucx / ucx contained": ratio("ucx", UCX_ALONE),
+        "ucx / ucx one copy": ratio("ucx", UCX_ONE_COPY),
         "grpc / gRPC stream, slot to slot": ratio("grpc", RAW_GRPC, staged=True),
         "bound, GB/s": limit,
         "ucx / bound": None if limit is None or ours is None else ours / limit,
+        "bound of a path that reads, GB/s": reading,
+        "ucx / bound of a path that reads": None if reading is None or ours is None else ours / reading,
         "stages at once, GB/s": known.get(AT_ONCE),
         "ucx / stages at once": ratio("ucx", AT_ONCE),
         "single operations, GB/s": known,

@@ -70,10 +70,11 @@ def paired_ratio(samples: Iterable[Sample], path: str, other: str, *, staged: bo
     return rate(ratios) if ratios else None
 
 
-def bound(parts: Mapping[str, float], cores: int) -> float:
+def bound(parts: Mapping[str, float], cores: int, *, reads: bool = False) -> float:
     """GB/s that a perfect pipeline from cache blocks to cache blocks reaches with the speeds of one core that this run measured:
-    gather with its checksum at `memcpy_crc32c`, the receiver's read with its checksum at `readv_crc32c`, scatter at `memcpy`. No
-    stage is faster than one core makes it, and all of them share the cores. What the cores share among themselves it leaves out:
-    memory, and the kernel's idea of where threads run."""
-    stages = [1 / parts["memcpy_crc32c"], 1 / parts["readv_crc32c"], 1 / parts["memcpy"]]
+    gather with its checksum at `memcpy_crc32c`, the receiver's checksum of what it maps at `crc32c`, scatter at `memcpy`.
+    `reads`: of a receiver that does not map but reads, at `readv_crc32c`. No stage is faster than one core makes it, and all of
+    them share the cores. What the cores share among themselves it leaves out: memory, and the kernel's idea of where threads run.
+    """
+    stages = [1 / parts["memcpy_crc32c"], 1 / parts["readv_crc32c" if reads else "crc32c"], 1 / parts["memcpy"]]
     return 1 / max(max(stages), sum(stages) / max(1, cores))

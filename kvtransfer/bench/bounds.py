@@ -4,8 +4,9 @@
 one block of one layer, with the checksum of each while it is in the cache; `readv`: `process_vm_readv` from the other process;
 `readv_crc32c`: the same with the checksum of each piece while it is in the cache.
 
-`at once`: the four stages of a transfer, each over all the bytes, at the same time and without a word between them: in the sender
-`memcpy_crc32c`, in the receiver `readv_crc32c` on one thread and copies in such pieces on another. It ends with the last of them.
+`at once`: the stages of a transfer, each over all the bytes, at the same time and without a word between them: in the sender
+`memcpy_crc32c`, in the receiver checksums of what it maps of the sender on one thread and copies in such pieces on another. It
+ends with the last of them.
 That is what this machine gives these calls, with what its cores share and wherever its kernel puts the threads: a measured rate
 with a measured spread, where the bound from single operations is arithmetic.
 """
@@ -22,7 +23,10 @@ import numpy as np
 from kvtransfer.bench.shape import MIB, REAL, Case
 from kvtransfer.checksum import crc32c
 from kvtransfer.memory import host_memory
+from kvtransfer.shared_area import Mapping, SharedArea
+from kvtransfer.transports.mapped import check_all
 from kvtransfer.transports.same_host import ProcessId, address_of, read_all, this_process
+from protos.splitpoint.v1 import kv_transfer_pb2 as pb
 
 HALF_BYTES = 144 * MIB
 """Of each area; the largest transfer fits. What copies and what reads at once do so in halves of their own."""
@@ -31,19 +35,23 @@ AT_ONCE = "at once"
 
 
 class Half:
-    """Both halves: the sender's memory is there to be read."""
+    """Both halves: the sender's memory is there to be read and mapped."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._area = host_memory(AREA_BYTES)
+        self._shared = SharedArea(AREA_BYTES)
+        self._shared.touch(0, AREA_BYTES)
+        self._area = self._shared.memory
         self._target = host_memory(AREA_BYTES)
 
     def setup(self) -> dict[Any, Any]:
         self._area[:] = np.frombuffer(np.random.default_rng(1).bytes(AREA_BYTES), np.uint8)
         self._target[:] = 0
-        return {"process": this_process().encode(), "address": address_of(self._area)}
+        announced = self._shared.announcement.SerializeToString()
+        return {"process": this_process().encode(), "address": address_of(self._area), "shared": announced}
 
     def connect(self, facts: dict[str, Any]) -> None:
         self._process, self._address = ProcessId.decode(facts["process"]), facts["address"]
+        self._theirs = Mapping(self._process.pid, pb.SharedStaging.FromString(facts["shared"]))
 
     def _copy(self, offset: int, size: int, *, check: bool) -> None:
         for start in range(offset, offset + size, REAL.piece_bytes):
@@ -70,7 +78,10 @@ class Receiver(Half):
         if case.what == AT_ONCE:
             scatter.start()
         for offset, each in _places(case):
-            self._once("readv_crc32c" if case.what == AT_ONCE else case.what, offset, each)
+            if case.what == AT_ONCE:
+                check_all(self._theirs.view(offset, each), check=True, stopped=lambda: False, moved=lambda: None)
+            else:
+                self._once(case.what, offset, each)
         if case.what == AT_ONCE:
             scatter.join()
         return time.perf_counter() - begun

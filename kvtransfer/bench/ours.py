@@ -188,7 +188,8 @@ class Receiver(_Half):
                     if rows is None:
                         raise RuntimeError("nothing is staged after a pull that succeeded")
                     self._blocks[case.layout].scatter(np.asarray(rows), ids)
-                node.scattered(grant.transfer_id)
+                if not node.scattered(grant.transfer_id):
+                    raise RuntimeError("the sender used its slot again")
 
         await asyncio.gather(*(one(grant) for grant in grants(case, self._serial)))
         return time.perf_counter() - begun

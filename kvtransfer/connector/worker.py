@@ -52,7 +52,7 @@ class Node(Protocol):
 
     def receive_view(self, transfer_id: TransferId) -> BlockArray | None: ...
 
-    def scattered(self, transfer_id: TransferId, *, ready: Callable[[], bool] | None = None) -> None: ...
+    def scattered(self, transfer_id: TransferId, *, ready: Callable[[], bool] | None = None) -> bool: ...
 
     def take_observations(self) -> list[Observation]: ...
 
@@ -236,7 +236,13 @@ class WorkerHalf:
         copy = blocks.scatter(rows[scatter.first_block : scatter.first_block + count], scatter.block_ids)
         if self._probe is not None:
             self._probe("scatter", scatter.transfer_id, scatter.first_block, blocks.digests(scatter.block_ids))
-        node.scattered(scatter.transfer_id, ready=copy)
+        if not node.scattered(scatter.transfer_id, ready=copy):
+            logger.error(
+                "transfer %s: its sender used the slot again while request %s was loaded; failing the request",
+                scatter.transfer_id.hex(),
+                scatter.request_id,
+            )
+            self._failed_blocks.update(scatter.block_ids)
 
     def _compatibility(self, blocks: EngineBlocks, facts: CacheFacts) -> pb.KvCompatibility:
         compatibility = pb.KvCompatibility(

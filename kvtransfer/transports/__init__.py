@@ -13,6 +13,7 @@ from kvtransfer.transport_choice import Reach, openable
 
 if TYPE_CHECKING:
     from kvtransfer.config import KvTransferSettings
+    from kvtransfer.shared_area import SharedArea
     from kvtransfer.transports.base import Memory, Transport
 
 
@@ -27,6 +28,8 @@ class TransportContext:
     send_memory: Memory = None
     receive_memory: Memory = None
     """This rank's staging, for a transport that registers it: valid until the transport has stopped."""
+    shared: SharedArea | None = None
+    """What of it peers of this host can map: the send staging, or nothing."""
 
 
 # scheme -> (module, function taking a `TransportContext` and returning a `Transport`)

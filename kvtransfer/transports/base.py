@@ -67,6 +67,32 @@ class ChecksAsItLands(Protocol):
         """CRC32C of chunk `index` as it lies in the slot; None when it has to be computed. Asked once."""
 
 
+class Lent(Protocol):
+    """A sender's slot that is read where it lies. The sender holds it until it hears `Complete`."""
+
+    def view(self, num_bytes: int) -> Memory:
+        """The slot's first bytes, read-only; they can be read as long as a view exists, whatever becomes of the sender."""
+
+    def intact(self) -> bool:
+        """What was read up to now was this transfer's: the sender has not given the slot to anybody. It would do so only when it
+        took this receiver for dead."""
+
+    def give_back(self) -> None:
+        """Nobody will ask for a view any more."""
+
+
+@runtime_checkable
+class Lends(Protocol):
+    """A `ReceiveChannel` that can leave payload where the sender staged it, and nothing in the receiver's slot."""
+
+    def lend(self) -> None:
+        """Payload may stay there: whoever asks for that looks at `lent`. Before the first chunk."""
+
+    @property
+    def lent(self) -> Lent | None:
+        """All of this transfer, chunk by chunk as it is accepted. None: it lands in the slot."""
+
+
 class Takes(Protocol):
     """What a receiver does with what comes beside gRPC. Called on the transport's thread: no waiting."""
 

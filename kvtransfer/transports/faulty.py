@@ -150,6 +150,8 @@ def _cut(response: pb.FetchResponse) -> pb.FetchResponse:
 
 
 class FaultyReceiveChannel:
+    """It lends nothing (`Lends`): a fault is made in what has landed."""
+
     def __init__(self, inner: ReceiveChannel, owner: FaultyTransport) -> None:
         self._inner = inner
         self._owner = owner

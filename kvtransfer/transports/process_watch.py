@@ -35,7 +35,7 @@ class ProcessWatch:
             return False
 
         def gone() -> None:
-            self._forget(incarnation)
+            self.forget(incarnation)
             ended()
 
         self._descriptors[incarnation] = descriptor
@@ -44,9 +44,10 @@ class ProcessWatch:
 
     def close(self) -> None:
         for incarnation in list(self._descriptors):
-            self._forget(incarnation)
+            self.forget(incarnation)
 
-    def _forget(self, incarnation: str) -> None:
+    def forget(self, incarnation: str) -> None:
+        """Do not watch it any more. Idempotent."""
         descriptor = self._descriptors.pop(incarnation, None)
         if descriptor is not None:
             asyncio.get_running_loop().remove_reader(descriptor)

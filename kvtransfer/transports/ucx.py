@@ -26,6 +26,7 @@ import google_crc32c
 from kvtransfer.memory import on_device, use_device_of
 from kvtransfer.transports import TransportContext
 from kvtransfer.transports.base import Memory, Serves, TransportError
+from kvtransfer.transports.mapped import Mappings
 from kvtransfer.transports.process_watch import ProcessWatch
 from kvtransfer.transports.same_host import NO_PROCESS, ProcessId, this_process, why_unreadable
 from kvtransfer.transports.ucx_asks import Answers, Asks
@@ -42,10 +43,11 @@ logger = logging.getLogger(__name__)
 _FRAME = struct.Struct("<4sBB???QI")
 _MAGIC = b"SPU4"
 
-SameHost = Literal["one_copy", "contained", "direct"]
+SameHost = Literal["mapped", "one_copy", "contained", "direct"]
 READERS = 2
 """Threads that read from peers of this host: one chunk of one transfer each."""
 _SAME_HOST_TEXT = {
+    "mapped": "host memory: the sender's staging is mapped and read where it lies, not by UCX; where that cannot be, as one_copy",
     "one_copy": "host memory: Splitpoint's own process_vm_readv, not UCX; else UCX shared memory with error handling",
     "contained": "UCX shared memory with error handling",
     "direct": "UCX direct copy (CMA), no UCX error handling",
@@ -60,6 +62,7 @@ def create(context: TransportContext) -> UcxTransport:
         same_host=settings.ucx_same_host,
         net_devices=devices_for(settings.bind_host),
         staging=context.receive_memory,
+        shares=context.shared is not None,
     )
 
 
@@ -115,12 +118,15 @@ class UcxTransport:
         same_host: SameHost = "contained",
         net_devices: str = "",
         staging: Memory = None,
+        shares: bool = False,
     ) -> None:
-        """`staging`: on a GPU, the thread that drives UCX works on that GPU, so that UCX finds it and no other."""
+        """`staging`: on a GPU, the thread that drives UCX works on that GPU, so that UCX finds it and no other. `shares`: this
+        rank's staging is host memory that peers can map, and with "mapped" it maps theirs."""
         self._host_id = host_id
         self._spin_s = spin_s
         self._direct_copy = same_host == "direct"
-        self._one_copy = same_host == "one_copy" and not on_device(staging)
+        self._one_copy = same_host in ("mapped", "one_copy") and not on_device(staging)
+        self._maps = same_host == "mapped" and shares
         self._same_host = same_host
         self._core = UcxCore(net_devices, functools.partial(use_device_of, staging))
         self._asks = Asks(self._core)
@@ -130,6 +136,7 @@ class UcxTransport:
         self._refused: dict[ProcessId, str] = {}
         self._read_from_here: dict[str, weakref.WeakSet[UcxSendChannel]] = {}
         self._counters: Counter[str] = Counter()
+        self._mappings = Mappings(self._counters)
 
     async def start(self) -> None:
         await self._core.start()
@@ -197,6 +204,7 @@ class UcxTransport:
             peer,
             channel,
             source=source,
+            mapping=functools.partial(self._mappings.of, sender, theirs.process) if self._maps and reads else None,
             readers=self._readers,
             stopping=self._stopping,
             counters=self._counters,
@@ -205,14 +213,18 @@ class UcxTransport:
 
     def peer_died(self, incarnation: str) -> None:
         self._core.peer_died(incarnation)
+        self._mappings.forget(incarnation)
         for channel in self._read_from_here.pop(incarnation, ()):
             channel.peer_done()
 
     def counters(self) -> dict[str, int]:
         """Since start. UCX: endpoints, endpoints_closed, completed, failed, warmed, sunk, abandoned, asks, answers_withheld,
         answers_not_believed, thread_ended, stop_timeouts, leaked_attachments, queue_stuck. Read by the receiver itself:
-        chunks_offered, chunks_not_readable, peers_not_watched (sender), chunks_read, bytes_read, one_copy_refused (receiver)."""
-        return dict(self._core.counters) | dict(self._counters)
+        chunks_offered, chunks_not_readable, peers_not_watched (sender), chunks_read, bytes_read, one_copy_refused (receiver).
+        Left where the sender staged it: chunks_mapped, bytes_mapped, mapping_refused, mappings_not_watched (receiver);
+        mappings: those held now."""
+        held = {"mappings": len(self._mappings)} if self._maps else {}
+        return dict(self._core.counters) | dict(self._counters) | held
 
     def _process(self) -> ProcessId:
         return this_process() if self._one_copy else NO_PROCESS
@@ -232,6 +244,12 @@ class UcxTransport:
             self._counters["one_copy_refused"] += 1
         return not why
 
+    def _way(self) -> SameHost:
+        """What is really used inside one host."""
+        if self._same_host not in ("mapped", "one_copy"):
+            return self._same_host
+        return "mapped" if self._maps else "one_copy" if self._one_copy else "contained"
+
     def describe(self) -> dict[str, str]:
         devices = re.findall(r"-- (\S+/\S+)", self._core.info)
         verbs, rdmacm = _rdma_compiled_in()
@@ -239,9 +257,7 @@ class UcxTransport:
             "scheme": self.scheme,
             "ucx_version": ".".join(str(part) for part in UCX_VERSION),
             "devices": " ".join(devices),
-            "same_host": _SAME_HOST_TEXT[
-                "contained" if self._same_host == "one_copy" and not self._one_copy else self._same_host
-            ],
+            "same_host": _SAME_HOST_TEXT[self._way()],
             "cross_host": "network devices with UCX error handling",
             "lanes_in_use": "not measured here; `python -m kvtransfer.transports.ucx_probe` measures them",
             "queue_watched": "yes" if self._core.queue_watched else "no",
@@ -252,6 +268,7 @@ class UcxTransport:
     async def stop(self) -> None:
         self._stopping.set()
         self._watch.close()
+        self._mappings.close()
         await asyncio.to_thread(self._readers.shutdown)
         await self._core.stop()
 

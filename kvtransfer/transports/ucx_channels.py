@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 from kvtransfer.memory import as_host
-from kvtransfer.transports.base import Memory, TransportError
+from kvtransfer.shared_area import Mapping
+from kvtransfer.transports.base import Lent, Memory, TransportError
+from kvtransfer.transports.mapped import MappedShare, check_all
 from kvtransfer.transports.same_host import ProcessId, address_of, read_all, why_unreadable
 from kvtransfer.transports.ucx_asks import COMPLETE_TAG, Answers, Asking, Asks, Takes
 from kvtransfer.transports.ucx_core import CHUNK_BITS, Operation, Peer, UcxCore
@@ -170,17 +172,21 @@ class UcxReceiveChannel(_Channel):
         channel: int,
         *,
         source: ProcessId | None,
+        mapping: Callable[[], Mapping | None] | None = None,
         readers: Executor,
         stopping: threading.Event,
         counters: Counter[str],
         asks: Asks | None = None,
     ) -> None:
-        """`asks`: the sender also takes `Fetch` as a UCX message (`ask`)."""
+        """`mapping`: maps the sender's staging, where that may be done; `asks`: the sender also takes `Fetch` as a UCX message
+        (`ask`)."""
         super().__init__(core, peer)
         self._asks = asks
         self._asking: Asking | None = None
         self._channel = channel
         self._source = source
+        self._mapping = mapping
+        self._share: MappedShare | None = None
         self._readers = readers
         self._stopping = stopping
         self._counters = counters
@@ -273,6 +279,7 @@ class UcxReceiveChannel(_Channel):
         memory = as_host(target(header))
         if len(memory) != header.bytes:
             raise TransportError("corrupt", f"chunk {header.index}: {header.bytes} bytes for a place of {len(memory)}")
+        mapped = None if self._share is None else self._share.find(header)
         moved = 0
 
         def count() -> None:
@@ -280,7 +287,8 @@ class UcxReceiveChannel(_Channel):
             moved += 1
 
         check = header.checksum.algorithm == "crc32c"
-        work = partial(read_all, self._source, header.address, memory, check=check, stopped=self._stopped, moved=count)
+        read = partial(read_all, self._source, header.address, memory) if mapped is None else partial(check_all, mapped)
+        work = partial(read, check=check, stopped=self._stopped, moved=count)
         reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
         self._reads.add(reading)
         self._has_read = True
@@ -295,13 +303,24 @@ class UcxReceiveChannel(_Channel):
         value = await reading
         if check:
             self._values[header.index] = value
-        self._counters["chunks_read"] += 1
-        self._counters["bytes_read"] += header.bytes
+        how = "read" if mapped is None else "mapped"
+        self._counters[f"chunks_{how}"] += 1
+        self._counters[f"bytes_{how}"] += header.bytes
         return header
 
     @property
     def reads_peer(self) -> bool:
         return self._has_read and self._source is not None and not why_unreadable(self._source)
+
+    def lend(self) -> None:
+        """As `Lends`."""
+        mapping = None if self._mapping is None else self._mapping()
+        self._share = None if mapping is None else MappedShare(mapping)
+
+    @property
+    def lent(self) -> Lent | None:
+        """As `Lends`."""
+        return self._share if self._share is not None and self._share.used else None
 
     def landed_crc32c(self, index: int) -> int | None:
         """CRC32C of chunk `index` as it lies in the slot, where reading it computed that already. Once."""

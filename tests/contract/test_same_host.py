@@ -32,6 +32,8 @@ from tests.support.kv_nodes import NodePair, complete, small_settings, until
 
 pytestmark = pytest.mark.timeout(60)
 
+SETTINGS = small_settings(transports=("ucx",), default_transport="ucx", ucx_same_host="one_copy")
+
 CHILD = """
 import sys
 import numpy as np
@@ -166,7 +168,7 @@ def test_only_memory_that_can_be_read_gets_an_address() -> None:
 @pytest.fixture
 async def pair() -> AsyncIterator[NodePair]:
     pytest.importorskip("kvtransfer.transports.ucx", exc_type=ImportError)
-    async with NodePair(settings=small_settings(transports=("ucx",), default_transport="ucx")) as made:
+    async with NodePair(settings=SETTINGS) as made:
         yield made
 
 
@@ -222,7 +224,7 @@ async def test_the_senders_slot_is_held_until_the_receiver_has_spoken(pair: Node
         return await original(self, request, context)
 
     monkeypatch.setattr(push.KvTransferServicer, "Complete", hearing)
-    async with NodePair(settings=small_settings(transports=("ucx",), default_transport="ucx")) as two:
+    async with NodePair(settings=SETTINGS) as two:
         transfer = two.transfer(200, "ucx")
         await complete(transfer)
         await two.send_control.release(transfer.id, "over")

@@ -39,6 +39,7 @@ class RememberingNode:
         self.committed: list[tuple[bytes, int, int, bool]] = []
         self.given_back: list[bytes] = []
         self.stops = 0
+        self.intact = True
 
     def send_view(self, transfer_id: bytes, first_block: int, num_blocks: int) -> np.ndarray | None:
         slot = self.send.get(transfer_id)
@@ -61,9 +62,10 @@ class RememberingNode:
     def receive_view(self, transfer_id: bytes) -> np.ndarray | None:
         return self.receive.get(transfer_id)
 
-    def scattered(self, transfer_id: bytes, *, ready: Callable[[], bool] | None = None) -> None:
+    def scattered(self, transfer_id: bytes, *, ready: Callable[[], bool] | None = None) -> bool:
         assert ready is None, "host copies are done when they return"
         self.given_back.append(transfer_id)
+        return self.intact
 
     def stop(self) -> None:
         self.stops += 1
@@ -135,6 +137,16 @@ def test_a_scatter_skips_what_is_cached_and_gives_the_slot_back(
     assert cache[0].tolist() == slot[2].tolist()
     assert torch.equal(cache[1:5], before[1:5])
     assert node.given_back == [T, U]
+    assert half.take_failed_blocks() == set()
+
+
+def test_bytes_that_their_sender_wrote_again_fail_their_blocks_once(rank: tuple[WorkerHalf, RememberingNode]) -> None:
+    half, node = rank
+    node.receive[T] = np.zeros((3, 16), dtype=np.uint8)
+    node.intact = False
+    half.load(StepPlan(scatters=(Scatter(T, "r", 1, (5, 0)),)))
+    assert node.given_back == [T]
+    assert half.take_failed_blocks() == {0, 5}
     assert half.take_failed_blocks() == set()
 
 

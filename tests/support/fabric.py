@@ -124,9 +124,10 @@ class MemoryNode:
         slot = self.receive.get(transfer_id)
         return slot.memory if slot is not None and slot.complete.is_set() else None
 
-    def scattered(self, transfer_id: bytes, *, ready: Any = None) -> None:
+    def scattered(self, transfer_id: bytes, *, ready: Any = None) -> bool:
         self.events["scattered"] += 1
         self.free(self.receive, transfer_id)
+        return True
 
     def counters(self) -> dict[str, int]:
         return dict(self.events)

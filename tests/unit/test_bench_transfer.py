@@ -63,10 +63,12 @@ def test_a_ratio_compares_the_same_repeat() -> None:
 
 
 def test_the_bound_is_the_slowest_stage_or_all_of_them_over_the_cores() -> None:
-    parts = {"memcpy": 4.0, "memcpy_crc32c": 2.5, "readv_crc32c": 2.0}
-    assert bound(parts, cores=64) == pytest.approx(2.0)
-    assert bound(parts, cores=1) == pytest.approx(1 / (0.25 + 0.4 + 0.5))
-    assert bound(parts, cores=2) == pytest.approx(2 / 1.15)
+    parts = {"memcpy": 4.0, "memcpy_crc32c": 2.5, "readv_crc32c": 2.0, "crc32c": 10.0}
+    assert bound(parts, cores=64, reads=True) == pytest.approx(2.0)
+    assert bound(parts, cores=1, reads=True) == pytest.approx(1 / (0.25 + 0.4 + 0.5))
+    assert bound(parts, cores=2, reads=True) == pytest.approx(2 / 1.15)
+    assert bound(parts, cores=64) == pytest.approx(2.5)
+    assert bound(parts, cores=1) == pytest.approx(1 / 0.75)
 
 
 def everything() -> Outcome:

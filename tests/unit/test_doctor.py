@@ -60,6 +60,7 @@ CASES = [
     ({"ucx": replace(GOOD.ucx, same_host_large="tcp/lo")}, "UCX, same host", Level.WARN, "UCX_TLS"),
     ({"ucx": replace(GOOD.ucx, across_hosts_large="")}, "UCX, across hosts", Level.WARN, "UCX_TLS"),
     ({"ucx": replace(GOOD.ucx, direct_copy_large="posix/memory")}, "CMA (one-copy)", Level.WARN, "ptrace_scope"),
+    ({"unmappable": "not permitted"}, "mapped staging", Level.WARN, "memfd_create"),
     ({"rdma_devices": ("mlx5_0",)}, "RDMA", Level.WARN, "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"),
     ({"rdma_devices": ("mlx5_0",), "system_ucx_preferred": True}, "RDMA", Level.WARN, "no verbs"),
     (

@@ -288,8 +288,9 @@ class LinkNode:
         slot = self._link.slot(transfer_id)
         return None if slot is None else slot.bytes
 
-    def scattered(self, transfer_id: TransferId) -> None:
+    def scattered(self, transfer_id: TransferId) -> bool:
         """The room goes with the request."""
+        return True
 
     def counters(self) -> dict[str, int]:
         return {}

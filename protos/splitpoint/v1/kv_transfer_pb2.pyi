@@ -16,7 +16,7 @@ class TransferGrant(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class RankEndpoint(_message.Message):
-    __slots__ = ("rank", "address", "host_id", "incarnation", "ucx_worker_address", "holding", "transport_addresses")
+    __slots__ = ("rank", "address", "host_id", "incarnation", "ucx_worker_address", "holding", "transport_addresses", "shared_staging")
     class TransportAddressesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class RankEndpoint(_message.Message):
     UCX_WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOLDING_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_STAGING_FIELD_NUMBER: _ClassVar[int]
     rank: int
     address: str
     host_id: str
@@ -38,7 +39,20 @@ class RankEndpoint(_message.Message):
     ucx_worker_address: bytes
     holding: KvHolding
     transport_addresses: _containers.ScalarMap[str, bytes]
-    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., holding: _Optional[_Union[KvHolding, _Mapping]] = ..., transport_addresses: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    shared_staging: SharedStaging
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ucx_worker_address: _Optional[bytes] = ..., holding: _Optional[_Union[KvHolding, _Mapping]] = ..., transport_addresses: _Optional[_Mapping[str, bytes]] = ..., shared_staging: _Optional[_Union[SharedStaging, _Mapping]] = ...) -> None: ...
+
+class SharedStaging(_message.Message):
+    __slots__ = ("descriptor", "address", "bytes", "token")
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    descriptor: int
+    address: int
+    bytes: int
+    token: bytes
+    def __init__(self, descriptor: _Optional[int] = ..., address: _Optional[int] = ..., bytes: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class KvHolding(_message.Message):
     __slots__ = ("first_layer", "num_layers", "first_head", "num_heads")
