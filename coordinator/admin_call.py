@@ -64,7 +64,7 @@ def ask(address: str, method: str, request: Any, timeout_s: float = 30.0) -> Any
 
 def state_of(worker: Any) -> str:
     """A `WorkerStatus`'s state with what keeps requests from it."""
-    return ", ".join([worker.state, *(name for name in ("spare", "cordoned") if getattr(worker, name))])
+    return ", ".join([worker.state, *(name for name in ("spare", "cordoned", "silent") if getattr(worker, name))])
 
 
 def as_dict(message: Any) -> Any:

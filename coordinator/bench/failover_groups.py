@@ -116,7 +116,7 @@ class Groups:
         self._target = PoolTarget(
             name=POOL, role=Role.COLOCATED, replicas=groups, spares=spares, spare_kind=kind, start_timeout_s=10 * spec.start_s
         )
-        self._fleet = Fleet()
+        self._fleet = Fleet(self._rules)
         self._router = Router(settings.gateway.routing, random.Random(f"router/{seed}"), transports=("ucx",))
         self._retries = settings.gateway.retry_budget
         self._budget = RetryBudget(share=settings.gateway.retry_share, reserve=settings.gateway.retry_reserve)
