@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
 
@@ -23,6 +26,14 @@ def output_console() -> Console:
     """Standard output for tables. Where it is no terminal nothing is wrapped or cut: `grep` and `awk` find whole names."""
     console = Console()
     return console if console.is_terminal else Console(width=WHOLE_CELLS)
+
+
+def folding_table(*names: str, **options: Any) -> Table:
+    """A table whose cells go on in their next line where a terminal is too narrow: no name, reason or address is cut.
+    `options`: `Table`'s."""
+    from rich.table import Column, Table
+
+    return Table(*(Column(name, overflow="fold") for name in names), **options)
 
 
 def fail(message: str) -> typer.Exit:
@@ -64,7 +75,7 @@ def ask(address: str, method: str, request: Any, timeout_s: float = 30.0) -> Any
 
 def state_of(worker: Any) -> str:
     """A `WorkerStatus`'s state with what keeps requests from it."""
-    return ", ".join([worker.state, *(name for name in ("spare", "cordoned") if getattr(worker, name))])
+    return ", ".join([worker.state, *(name for name in ("spare", "cordoned", "silent") if getattr(worker, name))])
 
 
 def as_dict(message: Any) -> Any:

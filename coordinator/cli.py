@@ -176,14 +176,14 @@ def version(as_json: AsJson = False) -> None:
 
 
 def _print_status(reply: admin_pb2.GetStatusResponse, console: Console) -> None:
-    from rich.table import Table
-
     console.print(f"model {reply.model}")
-    pools = Table("pool", "role", "target", "ready", "starting", "draining", "trouble", title="pools", title_justify="left")
+    pools = admin_call.folding_table(
+        "pool", "role", "target", "ready", "starting", "draining", "trouble", title="pools", title_justify="left"
+    )
     for p in reply.pools:
         trouble = f"{p.failures} failed starts; {p.detail}" if p.failures else ""
         pools.add_row(p.name, p.role, str(p.target), str(p.ready), str(p.starting), str(p.draining), trouble)
-    workers = Table(
+    workers = admin_call.folding_table(
         "worker", "pool", "state", "incarnation", "address", "pid", "running", "waiting", "leases", "KV used", "heard", "detail",
         title="workers", title_justify="left",
     )  # fmt: skip
@@ -192,7 +192,9 @@ def _print_status(reply: admin_pb2.GetStatusResponse, console: Console) -> None:
             w.worker_id, w.pool, admin_call.state_of(w), w.incarnation, w.address, str(w.pid),
             str(w.running), str(w.waiting), str(w.leases), f"{w.kv_usage:.0%}", f"{w.heartbeat_age_s:.1f} s", w.detail,
         )  # fmt: skip
-    gateways = Table("gateway", "HTTP", "gRPC", "admin", "in flight", "kept out", title="gateways", title_justify="left")
+    gateways = admin_call.folding_table(
+        "gateway", "HTTP", "gRPC", "admin", "in flight", "kept out", title="gateways", title_justify="left"
+    )
     for g in reply.gateways:
         gateways.add_row(
             g.gateway_id, g.http_address, g.grpc_address, g.admin_address, str(g.in_flight), "\n".join(g.open_circuits)

@@ -172,9 +172,7 @@ def print_data(value: Any, output: Format) -> None:
 
 def print_table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> None:
     """A row each, by what each column shows of it. What is too wide for a terminal goes on in its next line."""
-    from rich.table import Column, Table
-
-    table = Table(*(Column(name, overflow="fold") for name in columns))
+    table = admin_call.folding_table(*columns)
     for row in rows:
         table.add_row(*(show(row) for show in columns.values()))
     admin_call.output_console().print(table)

@@ -169,9 +169,7 @@ def _print_worker(reply: Any, as_json: bool) -> None:
 
 
 def _print_plan(plan: Iterable[admin_pb2.WorkerPlan]) -> None:
-    from rich.table import Table
-
-    table = Table("what", "worker", "from", "to", "why")
+    table = admin_call.folding_table("what", "worker", "from", "to", "why")
     for step in plan:
         table.add_row(step.action, step.worker_id, step.pool, step.new_pool, step.reason)
     admin_call.output_console().print(table)

@@ -33,9 +33,9 @@ def failover(
         float, typer.Option(min=0.05, max=1.0, help="Of what a group can take, the share planned at the peak.")
     ] = 0.7,
     start_s: Annotated[float, typer.Option(min=1.0, help="What an engine takes to load.")] = 120.0,
-    minutes: Annotated[float, typer.Option(min=12.0, max=600.0, help="Of the run; the loss is in its middle.")] = 30.0,
+    minutes: Annotated[float, typer.Option(min=12.0, max=600.0, help="Of the run; the loss is about in its middle.")] = 30.0,
     ttft_s: Annotated[float, typer.Option(min=0.01, help="Objective: seconds until the first token.")] = 2.0,
-    seed: Annotated[list[int] | None, typer.Option(help="Repeatable; 1, 2 and 3 unless given.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeatable; 1 to 6 unless given.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw what was kept around the loss.")] = None,
 ) -> None:
@@ -51,8 +51,14 @@ def failover(
         start_s=start_s,
         ttft_s=ttft_s,
         duration_s=60.0 * minutes,
-        seeds=tuple(seed or (1, 2, 3)),
+        seeds=tuple(seed or (1, 2, 3, 4, 5, 6)),
     )
+    if plot_file is not None:
+        from coordinator.bench.failover_plot import unwritable
+
+        if fault := unwritable(plot_file):
+            typer.echo(f"--plot {plot_file}: {fault}", err=True)
+            raise typer.Exit(2)
     try:
         with _quiet():
             record = measure(parse_trace(trace.read_text()), spec)

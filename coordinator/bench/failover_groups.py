@@ -72,10 +72,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All requests, and how many groups served from when on."""
+    """All requests, how many groups served from when on, and when one was lost."""
 
     requests: Sequence[Request]
     serving: Sequence[tuple[float, int]]
+    lost_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -104,10 +105,22 @@ class _Group:
 
 
 class Groups:
-    """One run. Places are accelerators: as many as there are groups and spares; a lost node's is away for `repair_s`."""
+    """One run. Places are accelerators: as many as there are groups and spares; a lost node's is away for `repair_s`. The group
+    is lost at `lost_s`, or when the seed says."""
 
-    def __init__(self, spec: FailoverSpec, groups: int, spares: int, kind: SpareKind, loss: Loss, seed: int) -> None:
+    def __init__(
+        self,
+        spec: FailoverSpec,
+        groups: int,
+        spares: int,
+        kind: SpareKind,
+        loss: Loss,
+        seed: int,
+        *,
+        lost_s: float | None = None,
+    ) -> None:
         settings = Settings()
+        self._lost_s = spec.lost_s(seed) if lost_s is None else lost_s
         self._spec, self._loss = spec, loss
         self._rules = rules_of(settings)
         self._probe_timeout_s = settings.coordinator.probe_timeout_s
@@ -116,7 +129,7 @@ class Groups:
         self._target = PoolTarget(
             name=POOL, role=Role.COLOCATED, replicas=groups, spares=spares, spare_kind=kind, start_timeout_s=10 * spec.start_s
         )
-        self._fleet = Fleet()
+        self._fleet = Fleet(self._rules)
         self._router = Router(settings.gateway.routing, random.Random(f"router/{seed}"), transports=("ucx",))
         self._retries = settings.gateway.retry_budget
         self._budget = RetryBudget(share=settings.gateway.retry_share, reserve=settings.gateway.retry_reserve)
@@ -136,18 +149,18 @@ class Groups:
         self._serving: list[tuple[float, int]] = []
 
     def run(self, rows: Sequence[Row]) -> Outcome:
-        """All of `rows`; half-way through the run's time the group is lost that has most to do."""
+        """All of `rows`; about half-way through the run's time the group is lost that has most to do."""
         self._begin()
         requests = [Request(row.arrival_s, row.input_tokens, row.output_tokens) for row in rows]
         for request in requests:
             self._at(request.arrival_s, lambda r=request: self._arrive(r))  # type: ignore[misc]
-        self._at(self._spec.duration_s / 2, self._lose)
+        self._at(self._lost_s, self._lose)
         end_s = self._spec.duration_s + DRAIN_S
         self._at(self._rules.heartbeat_interval_s, self._tick)
         while self._events and self._events[0][0] <= end_s:
             self._now_s, _, happens = heapq.heappop(self._events)
             happens()
-        return Outcome(requests, self._serving)
+        return Outcome(requests, self._serving, self._lost_s)
 
     def _at(self, at_s: float, happens: Callable[[], None]) -> None:
         self._order += 1

@@ -6,6 +6,18 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from coordinator.bench.failover import BIN_S
+
+
+def unwritable(path: Path) -> str:
+    """Why a figure could not be written there; "" where it can."""
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        return f"its name has to end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+    return "" if path.parent.is_dir() else f"there is no folder {path.parent}"
+
 
 def plot(path: Path, record: dict[str, Any]) -> None:
     """A panel for each loss, a line for each arm: what was kept of each bin, all seeds together. Raises `OSError`."""
@@ -23,7 +35,9 @@ def plot(path: Path, record: dict[str, Any]) -> None:
                         kept[bin_["from_s"]] += bin_["kept"]
                         came[bin_["from_s"]] += bin_["came"]
             at_s = sorted(came)
-            axes.step(at_s, [100 * kept[at] / came[at] for at in at_s], where="post", label=arm, linewidth=1.2)
+            shares = [100 * kept[at] / came[at] for at in at_s]
+            # The last bin is as wide as the others.
+            axes.step([*at_s, at_s[-1] + BIN_S], [*shares, shares[-1]], where="post", label=arm, linewidth=1.2)
         axes.axvline(0, color="black", linewidth=0.8, linestyle=":")
         axes.axhline(100 * record["spec"]["attainment"], color="black", linewidth=0.8, linestyle="--")
         axes.set_title(f"a {loss} is lost", loc="left", fontsize="medium")

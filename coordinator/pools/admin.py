@@ -167,6 +167,7 @@ def worker_status(view: WorkerView, beat: Beat | None) -> admin_pb2.WorkerStatus
         metrics_address=beat.metrics_address if beat is not None else "",
         cordoned=view.cordoned,
         spare=view.spare,
+        silent=view.silent,
         former_legs=beat.former_legs if beat is not None else 0,
         node_id=view.node_id,
         rack=view.rack,

@@ -16,6 +16,7 @@ from coordinator.config import Settings
 from coordinator.pools.reconcile import Backoff, Rules
 from coordinator.pools.records import Restart, WorkerRecord
 from coordinator.pools.reports import Beat
+from coordinator.pools.silence import in_words, is_silent
 from coordinator.routing.views import Role, WorkerState, WorkerView
 from protos.ids import Incarnation, WorkerId
 
@@ -53,6 +54,8 @@ class Member:
     ready_s: float | None = None
     stopping: bool = False
     """It was told to end; that it does says nothing about the health of its pool."""
+    silent: bool = False
+    """As gateways hear it."""
 
     def view(self, now_s: float) -> WorkerView:
         """As gateways and operators see it; the record's state overrules the worker's own."""
@@ -89,15 +92,16 @@ class Member:
             cordoned=record.cordoned,
             spare=record.spare,
             heartbeat_age_s=max(0.0, age_s),
-            silent=record.failed_probes > 0,
-            detail=detail or _silence(record) or self.beat.view.detail,
+            silent=self.silent,
+            detail=detail or in_words(record, self.silent) or self.beat.view.detail,
         )
 
 
 class Fleet:
-    """Every worker that is not known to be gone."""
+    """Every worker that is not known to be gone. `rules`: the default limits unless given."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules | None = None) -> None:
+        self._rules = rules or rules_of(Settings())
         self.members: dict[WorkerId, Member] = {}
         self.backoff: dict[str, Backoff] = {}
         self.failures: dict[str, str] = {}
@@ -217,6 +221,7 @@ class Fleet:
             idle_since_s=idle_since_s,
         )
         self._end_series(member, now_s)
+        self._judge(member, now_s)
         new = member.view(now_s)
         self.version += 1
         if _membership(old) != _membership(new):
@@ -237,19 +242,32 @@ class Fleet:
             self.failures.pop(pool, None)
 
     def probed(self, worker_id: WorkerId, answered: bool, now_s: float, *, host_silent: bool = False) -> None:
-        """A data-plane probe ended. `host_silent`: not even the worker's host answered. Gateways hear when that
-        begins and when it is over."""
+        """A data-plane probe ended. `host_silent`: not even the worker's host answered. Gateways hear when a silence begins and
+        when it is over."""
         member = self.members.get(worker_id)
         if member is None:
             return
         failed = 0 if answered else member.record.failed_probes + 1
-        news = bool(failed) is not bool(member.record.failed_probes)
+        since_s = None if answered else member.record.failing_since_s
         if failed:
             who = "its host is silent" if host_silent else "its host answers"
             log.warning("worker %s does not answer its data plane (%d in a row, %s)", worker_id, failed, who)
-        member.record = replace(member.record, probed_s=now_s, failed_probes=failed, host_silent=host_silent and bool(failed))
-        if news:
+        member.record = replace(
+            member.record,
+            probed_s=now_s,
+            failed_probes=failed,
+            failing_since_s=now_s if failed and since_s is None else since_s,
+            host_silent=host_silent and bool(failed),
+        )
+        if self._judge(member, now_s):
             self._bump()
+
+    def _judge(self, member: Member, now_s: float) -> bool:
+        """Whether gateways hear something new of its silence."""
+        before, member.silent = member.silent, is_silent(member.record, now_s, self._rules)
+        if before and not member.silent and member.record.failed_probes:
+            log.warning("worker %s is offered requests again: %s", member.record.worker_id, in_words(member.record, False))
+        return before is not member.silent
 
     def drain(self, worker_id: WorkerId, until_s: float) -> None:
         """A drain is wanted; gateways stop choosing the worker at once. Idempotent, keeps the earlier end. One that does not
@@ -359,12 +377,6 @@ class Fleet:
 
     def records(self) -> list[WorkerRecord]:
         return [member.record for member in self.members.values()]
-
-
-def _silence(record: WorkerRecord) -> str:
-    """For operators; "" while its data plane answers."""
-    who = "its host" if record.host_silent else "its data plane"
-    return f"{who} does not answer" if record.failed_probes else ""
 
 
 def _membership(view: WorkerView) -> tuple[object, ...]:

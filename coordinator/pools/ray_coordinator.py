@@ -48,7 +48,7 @@ class CoordinatorActor:
         self._store = Store(spec.settings.coordinator.state_dir / "state.sqlite3")
         budget = spec.settings.coordinator.accelerator_budget
         self._first_life = self._store.begin_run(spec.run_id, spec.settings.pools, budget)
-        self._fleet = Fleet()
+        self._fleet = Fleet(self._rules)
         self._pools = DesiredPools(spec.settings, self._store, self._fleet, self._rules.whole_roles)
         self._wake = asyncio.Event()
         self._workers = Workers(spec, self._store, self._fleet, self._pools, self._wake)

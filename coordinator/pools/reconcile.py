@@ -232,9 +232,8 @@ def reconcile(
         if isinstance(action, PromoteWorker) and assigned.worker.state is WorkerState.PLACED:
             action = action if ending is Ending.NOT and _may_start(waits[assigned.worker.pool], now_s, rules) else None
         # A new label is one message, so that pools change together; a probe that is due can wait for the next pass.
-        if action is not None and (
-            worker_id not in urgent or (isinstance(action, _LABELS) and isinstance(urgent[worker_id], _CAN_WAIT))
-        ):
+        goes_first = isinstance(action, (*_LABELS, DrainWorker)) and isinstance(urgent.get(worker_id), _CAN_WAIT)
+        if action is not None and (worker_id not in urgent or goes_first):
             urgent[worker_id] = action
     starts: list[StartWorker] = []
     for target in wanted if ending is Ending.NOT else ():
@@ -280,6 +279,9 @@ def _liveness(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None
         if now_s - worker.created_s > limit_s:
             return FenceWorker(worker.worker_id, f"not ready after {limit_s:g} s")
         return None
+    if worker.state is WorkerState.READY and worker.heartbeat_s is None and worker.probed_s is None:
+        # A former coordinator knew it: whether it is still there is not known before it is asked.
+        return ProbeWorker(worker.worker_id)
     heard_s = worker.heartbeat_s if worker.heartbeat_s is not None else worker.created_s
     late_s = now_s - heard_s
     if worker.host_silent and late_s <= rules.partition_grace_s:
@@ -294,8 +296,10 @@ def _liveness(worker: WorkerRecord, now_s: float, rules: Rules) -> Action | None
         if not probed_since or now_s - (worker.probed_s or 0.0) > rules.heartbeat_interval_s:
             return ProbeWorker(worker.worker_id)
         return None
-    if worker.state is WorkerState.READY:
-        interval_s = rules.heartbeat_interval_s if worker.failed_probes else rules.probe_interval_s
+    # One that drains has no news to give, but for the end of a silence; its drain is not to wait for it.
+    ready = worker.state is WorkerState.READY
+    if ready or worker.failed_probes:
+        interval_s = rules.heartbeat_interval_s if ready and worker.failed_probes else rules.probe_interval_s
         if now_s - (worker.probed_s if worker.probed_s is not None else worker.created_s) > interval_s:
             return ProbeWorker(worker.worker_id)
     return None

@@ -63,8 +63,8 @@ class WorkerRecord:
     `pool` and `role` are its label, as the coordinator wants it; `label_heard` is False while its heartbeats carry another.
     `engine` is what it was started with, as in `PoolTarget`; None until it has been heard. `start_timeout_s` is its engine's.
     `heartbeat_s` is when the last heartbeat arrived. `probed_s` is when the last data-plane probe ended and
-    `failed_probes` how many have failed in a row up to then; `host_silent`: the last of these heard nothing from its
-    host at all. `drain_since_s` is when this worker confirmed that it refuses
+    `failed_probes` how many have failed in a row up to then, the first of them at `failing_since_s`; `host_silent`: the last
+    of these heard nothing from its host at all. `drain_since_s` is when this worker confirmed that it refuses
     new legs; `idle_since_s` when its heartbeats began to report no request and no lease after that. `draining_until_s` is
     set as soon as a drain is wanted. `cordoned`: it serves what it has and is offered nothing new. `dead_reason` is set when
     its process is known to be gone. `restart`: it is to be replaced by a fresh one when its turn comes. `spare`: it stands by and
@@ -85,6 +85,7 @@ class WorkerRecord:
     heartbeat_s: float | None = None
     probed_s: float | None = None
     failed_probes: int = 0
+    failing_since_s: float | None = None
     host_silent: bool = False
     draining_until_s: float | None = None
     drain_since_s: float | None = None

@@ -20,6 +20,8 @@ PAIR_BREAKER_OPEN = "pair_breaker_open"
 PROMPT_EXCEEDS_TRANSFER = "prompt_exceeds_transfer"
 TRANSPORT_MISSING = "transport_missing"
 INCOMPATIBLE = "incompatible"
+LAST_RESORT = "last_resort"
+"""Its stream is down, or it answers the coordinator nothing: spared as long as somebody else can take the leg."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,19 @@ def leg_filter(breakers: Breakers, exclude: frozenset[Incarnation], now_s: float
         return BREAKER_OPEN if view.incarnation in blocked else None
 
     return accept
+
+
+def sparing(accept: Accept | None, spared: frozenset[str]) -> Accept | None:
+    """The filter, and without the workers of `spared`."""
+    if not spared:
+        return accept
+
+    def accept_others(view: WorkerView) -> str | None:
+        if view.incarnation in spared:
+            return LAST_RESORT
+        return None if accept is None else accept(view)
+
+    return accept_others
 
 
 def overridden(accept: Accept | None) -> Accept | None:

@@ -18,12 +18,13 @@ from coordinator.routing.filters import (
     leg_filter,
     overridden,
     rounds,
+    sparing,
     transfer_refusal,
 )
 from coordinator.routing.goals import PairGoal, PairRoute
 from coordinator.routing.placement import PLACEMENT_MISSED, Loads, Places, open_places
 from coordinator.routing.policies import Ask, Picked, Policy
-from coordinator.routing.policy import Accept, Candidate, acceptable
+from coordinator.routing.policy import Accept, Candidate, LoadBook, acceptable
 from coordinator.routing.views import Placement, WorkerView
 from protos.ids import Incarnation
 
@@ -33,7 +34,7 @@ TRANSPORT_DOWNGRADED = "transport_downgraded"
 
 
 class _Over(NamedTuple):
-    """One try at a pair: over this transport, with breakers of workers overridden or not."""
+    """One try at a pair: over this transport, with breakers of workers overridden or not, and without the spared ones."""
 
     groups: Sequence[Group]
     goal: PairGoal
@@ -41,14 +42,19 @@ class _Over(NamedTuple):
     transport: str
     now_s: float
     override: bool
+    spared_prefill: frozenset[str]
+    spared_decode: frozenset[str]
 
 
 class PairFinder:
     """One router's. Prefill is chosen first, then decode, in one call: there is a pair or none."""
 
-    def __init__(self, settings: RoutingSettings, breakers: Breakers, policy: Policy, decode_policy: Policy) -> None:
+    def __init__(
+        self, settings: RoutingSettings, breakers: Breakers, load: LoadBook, policy: Policy, decode_policy: Policy
+    ) -> None:
         self._settings = settings
         self._breakers = breakers
+        self._load = load
         self._policy = policy
         self._decode_policy = decode_policy
 
@@ -59,18 +65,31 @@ class PairFinder:
         if table.lonely_prefill:
             reasons[INCOMPATIBLE] += table.lonely_prefill
         wanted = (goal.transport,) if goal.transport is not None else transports
-        before = reasons[PAIR_BREAKER_OPEN]
+        downgraded = False
         for override in rounds(self._breakers):
-            for rank, transport in enumerate(wanted):
-                over = _Over(table.groups, goal, ask, transport, now_s, override)
-                found = self._pair_over(over, Counter() if override else reasons)
-                if found is not None:
-                    prefill, decode, notes = found
-                    if rank:
-                        downgraded = reasons[PAIR_BREAKER_OPEN] > before
-                        notes = (TRANSPORT_DOWNGRADED if downgraded else TRANSPORT_FALLBACK, *notes)
-                    return PairRoute(prefill=prefill, decode=decode, transport=transport, notes=notes)
+            for spared in self._spared(goal):
+                counted = Counter[str]()
+                for rank, transport in enumerate(wanted):
+                    found = self._pair_over(_Over(table.groups, goal, ask, transport, now_s, override, *spared), counted)
+                    if found is not None:
+                        prefill, decode, notes = found
+                        if rank:
+                            downgraded = downgraded or counted[PAIR_BREAKER_OPEN] > 0
+                            notes = (TRANSPORT_DOWNGRADED if downgraded else TRANSPORT_FALLBACK, *notes)
+                        return PairRoute(prefill=prefill, decode=decode, transport=transport, notes=notes)
+                downgraded = downgraded or (not override and counted[PAIR_BREAKER_OPEN] > 0)
+                if not (override or any(spared)):
+                    reasons.update(counted)
         return None
+
+    def _spared(self, goal: PairGoal) -> Iterable[tuple[frozenset[str], frozenset[str]]]:
+        """Who is spared at either end, round by round: both ends' last resorts, one's, nobody."""
+        last, nobody = self._load.last_resort, frozenset[str]()
+        if not last:
+            return ((nobody, nobody),)
+        # A prompt that is computed stays where it is: that worker answered this gateway.
+        prefill = last - {goal.prefer_prefill} if goal.prefer_prefill is not None else last
+        return dict.fromkeys(((prefill, last), (prefill, nobody), (nobody, last), (nobody, nobody)))
 
     def _pair_over(self, over: _Over, reasons: Counter[str]) -> tuple[WorkerView, WorkerView, tuple[str, ...]] | None:
         """A pair for one transport, with what has to be noted of it."""
@@ -91,7 +110,7 @@ class PairFinder:
             if found is None:
                 return None
             prefill, group = found
-            accept = self._accept_end(group.decode, over, over.goal.exclude, beside=prefill.incarnation)
+            accept = self._accept_decode(group, over, beside=prefill.incarnation)
             among: Sequence[Candidate] = group.decode.members
             if placed and group.places is not None:
                 among, accept = group.places.partners(prefill.incarnation, accept)
@@ -123,11 +142,11 @@ class PairFinder:
         self, over: _Over, exclude: frozenset[Incarnation], reasons: Counter[str], placed: bool
     ) -> Iterable[tuple[Group, Accept | None]]:
         """The groups, with the filters of their prefill workers; `placed`: of those with a decode worker in the right place."""
-        groups = [(group, self._accept_end(group.prefill, over, exclude)) for group in over.groups]
+        groups = [(g, sparing(self._accept_end(g.prefill, over, exclude), over.spared_prefill)) for g in over.groups]
         if not placed:
             return groups
         rules, kept = self._settings, over.goal.prefer_prefill
-        takes = [self._accept_end(group.decode, over, over.goal.exclude) for group, _ in groups]
+        takes = [self._accept_decode(group, over) for group, _ in groups]
         decode = [_mask(group.decode, accept) for (group, _), accept in zip(groups, takes, strict=True)]
 
         def weigh(prefill: Iterable[list[bool] | None]) -> list[Loads]:
@@ -160,6 +179,9 @@ class PairFinder:
             if candidate.view.incarnation == goal.prefer_prefill:
                 return candidate if accept is None or accept(candidate.view) is None else None
         return None
+
+    def _accept_decode(self, group: Group, over: _Over, *, beside: Incarnation | None = None) -> Accept | None:
+        return sparing(self._accept_end(group.decode, over, over.goal.exclude, beside=beside), over.spared_decode)
 
     def _accept_end(
         self, end: End, over: _Over, exclude: frozenset[Incarnation], *, beside: Incarnation | None = None

@@ -66,6 +66,9 @@ class PathChooser:
             loads[COLOCATED], role = found[place], solos[place].worker.role
         if not loads:
             return None
+        if pair is not None and solos and (last := self.router.last_resort(pair)) != self.router.last_resort(solos[0]):
+            # Predictions know nothing of silence. Without the other path there is nothing to explore either.
+            del loads[SPLIT if last else COLOCATED]
         decision = self.auto.decide(work, objective, loads, draw=draw_of(request_id), request_id=request_id)
         if decision.path == COLOCATED:
             decision.solo_role = role

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, acceptable, least_loaded
+from coordinator.routing.policy import Accept, Candidate, acceptable, least_loaded
 from coordinator.routing.views import WorkerView
 from protos.ids import Incarnation
 
@@ -114,18 +114,15 @@ class RoundRobin(LeastLoaded):
         self, among: Sequence[Candidate], ask: Ask, accept: Accept | None, reasons: Counter[str], now_s: float
     ) -> Picked | None:
         """See `Policy`."""
-        unreachable: Candidate | None = None
         for step in range(len(among)):
             candidate = among[(self._turn + step) % len(among)]
             reason = None if accept is None else accept(candidate.view)
             if reason is not None:
                 reasons[reason] += 1
-            elif candidate.load.score < LAST_RESORT:
+            else:
                 self._turn += step + 1
                 return Picked(candidate, candidate.load.score + ask.tokens)
-            else:
-                unreachable = unreachable or candidate
-        return None if unreachable is None else Picked(unreachable, unreachable.load.score + ask.tokens)
+        return None
 
 
 class SessionAffinity(LeastLoaded):
@@ -161,8 +158,8 @@ class SessionAffinity(LeastLoaded):
         order = np.argsort(_mix(self._rows[id(among)] ^ np.uint64(_hash64(ask.session.encode()))))
         allowed = acceptable(among, accept, reasons)
         open_to_it = [c for c, passes in zip(among, allowed, strict=True) if passes]
-        # One that may not take it is no measure of load, nor is one that cannot be reached, which is above every bound.
-        scores = [c.load.score for c in open_to_it if c.load.score < LAST_RESORT]
+        # One that may not take it is no measure of load.
+        scores = [c.load.score for c in open_to_it]
         bound = max(self._idle_tokens, self._limit * (sum(scores) + ask.tokens) / max(1, len(scores)))
         for place in order:
             candidate = among[int(place)]

@@ -12,14 +12,12 @@ import numpy.typing as npt
 
 from coordinator.routing.views import WorkerView
 
-LAST_RESORT = 1 << 62
-"""Added to the score of a worker whose stream is down, or that answers the coordinator nothing: it comes after every other, but
-it may be about to come up."""
 _NOTHING = 1 << 63
 
 
 class Load:
     """One worker's load in tokens. `score` is kept up to date, so that a scan reads one number; smaller is better.
+    Beside it, whether it is a last resort: its stream is down, or it answers the coordinator nothing.
 
     Of a member the score stands in `column[place]` as well: who compares all members at once reads one array.
     """
@@ -51,8 +49,13 @@ class Load:
             self._reachable = reachable
         if silent is not None:
             self._silent = silent
-        self.score = self.in_flight_tokens + self._heartbeat_tokens + (LAST_RESORT if self._silent or not self._reachable else 0)
+        self.score = self.in_flight_tokens + self._heartbeat_tokens
         self.column[self.place] = self.score
+
+    @property
+    def last_resort(self) -> bool:
+        """It comes after every other worker, but it may be about to come up."""
+        return self._silent or not self._reachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class LoadBook:
         self._heartbeat_request_tokens = heartbeat_request_tokens
         self._loads: dict[str, Load] = {}
         self._members: frozenset[str] = frozenset()
+        self.last_resort: frozenset[str] = frozenset()
+        """The members to be offered only what nobody else can take."""
 
     def candidates(self, views: Iterable[WorkerView]) -> list[Candidate]:
         """The members from now on, with their heartbeats' load and silence. What left and has nothing in flight is forgotten."""
@@ -89,6 +94,7 @@ class LoadBook:
             load.set(heartbeat_tokens=tokens, silent=view.silent)
             made.append(Candidate(view, load))
         self._members = frozenset(c.view.incarnation for c in made)
+        self.last_resort = frozenset(c.view.incarnation for c in made if c.load.last_resort)
         self._loads = {k: load for k, load in self._loads.items() if k in self._members or load.in_flight_tokens}
         return made
 
@@ -108,7 +114,10 @@ class LoadBook:
     def set_reachable(self, incarnation: str, reachable: bool) -> None:
         """This gateway's own stream to a member is up, or not."""
         if incarnation in self._members:
-            self._loads[incarnation].set(reachable=reachable)
+            load = self._loads[incarnation]
+            load.set(reachable=reachable)
+            others = self.last_resort - {incarnation}
+            self.last_resort = others | {incarnation} if load.last_resort else others
 
     def in_flight_tokens(self, incarnation: str) -> int:
         load = self._loads.get(incarnation)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.routing.policies import Ask, Picked
-from coordinator.routing.policy import LAST_RESORT, Accept, Candidate, acceptable
+from coordinator.routing.policy import Accept, Candidate, acceptable
 from coordinator.routing.prefix_index import PrefixIndex
 from coordinator.routing.recent import RecentWork
 from coordinator.routing.views import WorkerView
@@ -23,7 +23,7 @@ HEADROOM = 0.05
 RETURNING = 0.1
 """A prompt of which a worker has so large a part cached is one that comes back to it."""
 _OVER = float(1 << 40)
-"""Added to the cost of a worker that has had its share: it comes after all others, and before those that cannot be reached."""
+"""Added to the cost of a worker that has had its share: it comes after all others."""
 _FEW = 16
 
 
@@ -86,14 +86,12 @@ class PrefixAware:
         work = np.maximum(ask.tokens - self._hits(panel, ask) * self.index.block_tokens, 1)
         scores = panel.column[panel.places]
         given, weighed = self._recent.of(panel.seats, now_s)
-        # One that may not take it is no measure of load, nor is one that cannot be reached.
-        sharing = allowed & (scores < LAST_RESORT)
-        mean = (given[sharing].sum() + work) / max(1, sharing.sum())
+        # One that may not take it is no measure of load.
+        mean = (given[allowed].sum() + work) / allowed.sum()
         limit = np.where(work <= ask.tokens * (1 - RETURNING), self._limit, max(1.0, self._limit - HEADROOM))
         over = given + work > np.maximum(self._idle_tokens, limit * mean)
         above_idle = np.maximum(weighed - self._idle_tokens, 0.0)
         cost = np.where(over, given + work + _OVER, above_idle + scores + self._hit_weight * work)
-        cost[scores >= LAST_RESORT] += float(LAST_RESORT)
         cost[~allowed] = np.inf
         least = float(cost.min())
         equals = np.flatnonzero(cost == least)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from coordinator.routing.breaker import Breakers, PairKey
 from coordinator.routing.config import RoutingSettings
-from coordinator.routing.filters import PROMPT_EXCEEDS_TRANSFER, Table, build_table, leg_filter, overridden, rounds
+from coordinator.routing.filters import PROMPT_EXCEEDS_TRANSFER, Table, build_table, leg_filter, overridden, rounds, sparing
 from coordinator.routing.goals import Goal, LocalGoal, PairGoal, PairRoute, Refusal, Route, SoloGoal, SoloRoute, workers_of
 from coordinator.routing.pairs import PairFinder
 from coordinator.routing.policies import Ask, LeastLoaded, Policy, PowerOfTwo, RoundRobin, SessionAffinity
@@ -25,6 +25,8 @@ TRANSPORT_PROBED = "transport_probed"
 NO_PAIR = "no_pair"
 LOCAL_RECOMPUTE = "local_recompute"
 BREAKER_OVERRIDDEN = "breaker_overridden"
+LAST_RESORT_TAKEN = "last_resort_taken"
+"""Nobody else could take it than a worker whose stream is down, or that answers the coordinator nothing."""
 
 
 class Router:
@@ -46,7 +48,7 @@ class Router:
         self._tiers: list[tuple[Candidate, ...]] = []
         self.load = LoadBook(heartbeat_request_tokens=settings.heartbeat_request_tokens)
         self.breakers = Breakers(failures=settings.breaker_failures, cooldown_s=settings.breaker_cooldown_s)
-        self._pairs = PairFinder(settings, self.breakers, self._policy, self._decode_policy)
+        self._pairs = PairFinder(settings, self.breakers, self.load, self._policy, self._decode_policy)
 
     def update(self, views: Iterable[WorkerView]) -> None:
         """Replace the membership."""
@@ -95,6 +97,8 @@ class Router:
             route = self._try(goal, asked, now_s, reasons, notes)
             if route is not None:
                 expected = self._policy.taken(workers_of(route)[0], asked, now_s)
+                if self.last_resort(route):
+                    route = replace(route, notes=(*route.notes, LAST_RESORT_TAKEN))
                 return self._tell_breakers(replace(route, expected_cached_tokens=expected), now_s)
         said = [f"no worker for the {role} leg" for role in self.lacking(goals)]
         said += [f"{name}: {count}" for name, count in sorted(reasons.items())]
@@ -110,6 +114,10 @@ class Router:
             return tuple(role for role in (Role.PREFILL, Role.DECODE) if not self._table.by_role[role])
         return () if any(self._tiers) else (Role.COLOCATED,)
 
+    def last_resort(self, route: Route) -> bool:
+        """It has a worker that is to be offered only what nobody else can take."""
+        return any(view.incarnation in self.load.last_resort for view in workers_of(route))
+
     def preview(self, goal: Goal, now_s: float, ask: Ask) -> Route | None:
         """What `choose` would take for this goal alone, as far as chance decides alike. No worker is told of it."""
         route = self._try(goal, ask, now_s, Counter(), [])
@@ -124,9 +132,9 @@ class Router:
         Tokens compare workers of one role: those of a queued prompt take longer than as many that are under way in an answer.
         """
         accept = leg_filter(self.breakers, goal.exclude, now_s, goal.pools)
-        for override in rounds(self.breakers):
+        for override, spared in self._solo_rounds():
             for roles in self._settings.colocated_roles:
-                own = overridden(accept) if override else accept
+                own = sparing(overridden(accept) if override else accept, spared)
                 picked = [self._policy.pick(self._table.by_role[role], ask, own, Counter(), now_s) for role in roles]
                 if found := sorted((each for each in picked if each is not None), key=lambda each: each.cost):
                     views = [each.candidate.view for each in found]
@@ -165,13 +173,18 @@ class Router:
     def _solo(self, goal: SoloGoal, ask: Ask, now_s: float, reasons: Counter[str], notes: list[str]) -> SoloRoute | None:
         accept = leg_filter(self.breakers, goal.exclude, now_s, goal.pools)
         tiers = self._tiers if goal.role is None else [self._table.by_role[goal.role]]
-        for override in rounds(self.breakers):
+        for override, spared in self._solo_rounds():
             for tier in tiers:
-                own, counted = (overridden(accept), Counter[str]()) if override else (accept, reasons)
-                best = self._policy.pick(tier, ask, own, counted, now_s)
+                own = sparing(overridden(accept) if override else accept, spared)
+                best = self._policy.pick(tier, ask, own, Counter() if override or spared else reasons, now_s)
                 if best is not None:
                     return SoloRoute(worker=best.candidate.view, notes=tuple(notes))
         return None
+
+    def _solo_rounds(self) -> Iterator[tuple[bool, frozenset[str]]]:
+        """Whether breakers are overridden, and who is spared: in every tier the others come first."""
+        for override in rounds(self.breakers):
+            yield from ((override, spared) for spared in dict.fromkeys((self.load.last_resort, frozenset[str]())))
 
     def _tell_breakers(self, route: Route, now_s: float) -> Route:
         if not self.breakers:

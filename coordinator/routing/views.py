@@ -64,8 +64,8 @@ class WorkerView:
     `heartbeat_age_s`. `max_transfer_tokens` is the longest prompt whose KV fits both of this worker's staging pools.
     `kv_capacity_tokens` is how much KV its engine holds, live and cached together; 0: not known. A `cordoned` worker finishes
     what it has and is offered nothing new, and so does a `spare`, until it is needed. `node_id` is the Ray node it runs on,
-    `rack` the value of that node's `coordinator.placement.rack_label`, "" where it has none. Of a `silent` one the last
-    data-plane probe was not answered: it is offered what nobody else can take.
+    `rack` the value of that node's `coordinator.placement.rack_label`, "" where it has none. A `silent` one does
+    not answer the coordinator: it is offered what nobody else can take.
     """
 
     worker_id: WorkerId

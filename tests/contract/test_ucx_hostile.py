@@ -147,12 +147,18 @@ async def test_a_flood_of_asks_is_refused_while_the_nodes_loop_stands_still() ->
         Flood(pair).send(FLOOD)
         try:
             await until(lambda: sender.counters().get("refused.pending", 0) == FLOOD - PENDING, 30)
+            # Strangers hold every place: a lawful ask that overtakes its own reservation is told so at once.
+            lawful = pair.transfer(40, "ucx")
+            error = await error_of(lawful.pull())
+            assert error.code is Code.TRANSFER_REFUSED
+            assert f"{PENDING} asks wait for an answer already" in error.message
         finally:
             go_on.set()
-        # Until those that wait have been told, they hold every place: an ask that overtakes its own reservation gets none.
         await until(lambda: sender.counters().get("refused.unknown", 0) == PENDING, 20)
         await until(lambda: len(sender._rt.tasks) == 0, 20)
-        await complete(pair.transfer(40, "ucx"))
+        again = pair.transfer(40, "ucx")
+        again.tokens, again.hash, again.data = lawful.tokens, lawful.hash, lawful.data
+        await complete(again)
         await pair.settled()
 
 

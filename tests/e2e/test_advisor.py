@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 log = logging.getLogger(__name__)
 
-CLIENTS = 12
+CLIENTS = 16
 PROMPT_TOKENS = 1000
 KINDS = 4
 """Different prompts; asked again and again, and no cache keeps them."""
@@ -29,11 +29,13 @@ SETS = [
     "pools.decode.replicas=2",
     "engine.enable_prefix_caching=false",
     "engine.max_num_batched_tokens=1024",
-    # Twelve prompts of 1,000 tokens wait 2.4 s for one worker, 1.2 s for two.
+    # Sixteen prompts of 1,000 tokens wait 3.2 s for one worker, 1.6 s for two.
     "engine.simulated.prefill_token_s=200e-6",
     "advisor.enabled=true",
     "advisor.apply=true",
-    "advisor.ttft_goal_s=1.8",
+    "advisor.ttft_goal_s=2.4",
+    # Not what this is about: a busy machine must not miss it.
+    "advisor.tpot_goal_s=1",
     "advisor.interval_s=0.5",
     "advisor.window_s=6",
     "advisor.hold_s=1",

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -41,10 +42,15 @@ def tokens(served: Served, prompt: list[int], path: str, transport: str | None, 
     return streamed
 
 
-def splitpoint(served: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, as an operator runs it."""
+def splitpoint(served: Served, *arguments: str, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    """The command, as an operator runs it. `timeout_s` is longer than the command's own."""
     command = [sys.executable, "-m", "coordinator.cli", *arguments, "--admin", served.admin]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)
+
+
+def number_of(worker_id: str) -> int:
+    """Ids count up: decode-10 came after decode-9."""
+    return int(worker_id.rpartition("-")[2])
 
 
 def completion(served: Served, number: int, max_tokens: int) -> httpx.Response:
@@ -60,6 +66,33 @@ def in_flight(served: Served, count: int, max_tokens: int) -> Iterator[list[Futu
         futures: list[Future[httpx.Response]] = [pool.submit(completion, served, i, max_tokens) for i in range(count)]
         until("requests run", lambda: sum(w.running for w in served.status().workers) > 0, 20, 0.02)
         yield futures
+
+
+@contextlib.contextmanager
+def steady_load(served: Served, clients: int, max_tokens: int) -> Iterator[list[str]]:
+    """`clients` that ask one thing after another, each the same again and again; yields what they have been answered until now.
+    Fails with any answer that is not 200 and the one of a calm moment."""
+    over = threading.Event()
+    texts: list[str] = []
+    calm = [completion(served, number, max_tokens).json()["choices"][0]["text"] for number in range(clients)]
+
+    def ask_on(number: int) -> None:
+        while not over.is_set():
+            reply = completion(served, number, max_tokens)
+            assert reply.status_code == 200, reply.text
+            text = reply.json()["choices"][0]["text"]
+            assert text == calm[number]
+            texts.append(text)
+
+    with ThreadPoolExecutor(clients) as pool:
+        asking = [pool.submit(ask_on, number) for number in range(clients)]
+        try:
+            until("requests run", lambda: sum(w.running for w in served.status().workers) > 0, 20, 0.02)
+            yield texts
+        finally:
+            over.set()
+        for each in asking:
+            each.result(timeout=60)
 
 
 def assert_right_or_explicit(served: Served, futures: list[Future[httpx.Response]], max_tokens: int) -> list[int]:
@@ -136,23 +169,34 @@ class TestOperators:
         shrunk = system.wait_ready(60, decode=1, prefill=1)
         assert {i: w.pid for i, w in shrunk.items()} == {i: w.pid for i, w in before.items()}, "the oldest stays"
 
+    @pytest.mark.timeout(600)
     def test_the_guides_commands_to_scale_and_drain(self, system: Served) -> None:
-        """In the guide's order, on the workers that are there, with requests on their way."""
+        """In the guide's order, on the workers that are there, with requests on their way all the time."""
         (block,) = re.findall(r"## Scale and drain\n\n```\n(.*?)```", GUIDE.read_text(), re.DOTALL)
         commands = [shlex.split(line)[1:] for line in block.splitlines()]
-        before = system.workers()
-        assert splitpoint(system, "scale", "decode", "--replicas", "2", "--wait").returncode == 0
-        names = {f"decode-{n}": worker for n, worker in enumerate(sorted(system.workers("decode")), 1)}
+        (prefill,) = system.workers("prefill").values()
         said: dict[str, list[str]] = {}
-        with in_flight(system, 2, 300) as futures:
-            for arguments in commands:
-                done = splitpoint(system, *[names.get(argument, argument) for argument in arguments])
-                assert done.returncode == 0, done.stderr
-                said.setdefault(" ".join(arguments[:2]), []).append(done.stdout)
-            statuses = [future.result(timeout=60).status_code for future in futures]
-        assert splitpoint(system, "scale", "decode", "--replicas", "1", "--wait").returncode == 0
-        assert set(system.wait_ready(60, prefill=1, decode=1)) & set(before), "the prefill worker stayed"
-        assert statuses == [200, 200]
+        answered: dict[str, int] = {}
+        try:
+            assert splitpoint(system, "scale", "decode", "--replicas", "2", "--wait").returncode == 0
+            names = {f"decode-{n}": worker for n, worker in enumerate(sorted(system.workers("decode"), key=number_of), 1)}
+            with steady_load(system, 4, 300) as texts:
+                for arguments in commands:
+                    asked = [names.get(argument, argument) for argument in arguments]
+                    what = " ".join(arguments[:2])
+                    before = len(texts)
+                    done = splitpoint(system, *asked, timeout_s=240)
+                    answered[arguments[0]] = len(texts) - before
+                    assert done.returncode == 0, done.stderr
+                    said.setdefault(what, []).append(done.stdout)
+        finally:
+            back = splitpoint(system, "scale", "decode", "--replicas", "1", "--wait", "--timeout", "120", timeout_s=150)
+        assert back.returncode == 0, back.stderr
+        after = system.wait_ready(60, prefill=1, decode=1)
+        assert [(w.worker_id, w.incarnation) for w in after.values() if w.pool == "prefill"] == [
+            (prefill.worker_id, prefill.incarnation)
+        ], "the prefill worker stayed"
+        assert answered["drain"] > 0, "others served on meanwhile"
         assert "target 1, ready 3" in said["scale decode"][1], "a dry run changes nothing"
         decode = {w["worker_id"]: w for w in json.loads(said["get workers"][0])}
         assert len(decode) == 3
@@ -162,7 +206,9 @@ class TestOperators:
             "prefill",
             "decode",
         ]
-        assert isinstance(yaml.safe_load(said["get requests"][0]), list)
+        requests = yaml.safe_load(said["get requests"][0])
+        assert {request["gateway_id"] for request in requests} == {"gateway/0"}, "there were some"
+        assert all(request["prompt_tokens"] == 40 for request in requests)
 
     def test_a_scale_that_is_taken_back_at_once_changes_nothing(self, system: Served) -> None:
         before = system.workers()

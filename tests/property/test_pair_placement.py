@@ -1,5 +1,6 @@
 """Whatever the fleet and its load: a required placement holds or there is no pair, a preferred one holds exactly where the least
-loaded pair that keeps it is within the imbalance. Against every pair of the fleet, one by one."""
+loaded pair that keeps it is within the imbalance. A worker that cannot be reached is in it only where no pair is without it.
+Against every pair of the fleet, one by one."""
 
 from __future__ import annotations
 
@@ -64,10 +65,9 @@ def test_a_placement_holds_as_far_as_it_says(
     tokens = {}
     for worker, load in zip(fleet, loads, strict=True):
         router.load.charge(worker.incarnation, load)
-        tokens[worker.incarnation] = float(load)
+        tokens[worker.incarnation] = load
         if worker.worker_id == unreachable:
             router.load.set_reachable(worker.incarnation, False)
-            tokens[worker.incarnation] += 2.0**62
     able = [w for w in fleet if w.state is WorkerState.READY and w.incarnation not in exclude]
     ends = product((w for w in able if w.role is Role.PREFILL), (w for w in able if w.role is Role.DECODE))
     costs = {
@@ -75,6 +75,10 @@ def test_a_placement_holds_as_far_as_it_says(
         for p, d in ends
         if p.fingerprint == d.fingerprint
     }
+    open_to_all = {names: cost for names, cost in costs.items() if not placement.required or cost[1]}
+    reached = {names: cost for names, cost in open_to_all.items() if unreachable not in names}
+    if reached or open_to_all:
+        costs = reached or open_to_all
     well = [cost for cost, is_placed in costs.values() if is_placed]
     route = router.choose((PairGoal(prompt_tokens=10, exclude=exclude),), 1.0)
     if isinstance(route, Refusal):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from coordinator.bench.failover_groups import Groups, Outcome, Request
 from coordinator.bench.failover_spec import FailoverSpec
 from coordinator.cli import app
 from coordinator.compare.traces import Row, WorkloadError
+from coordinator.config import Settings
+from coordinator.pools.fleet import rules_of
 from coordinator.pools.records import SpareKind
 
 TRACE = Path(__file__).resolve().parents[2] / "deploy" / "workloads" / "traces" / "azure-2023-conv-200.csv"
@@ -80,12 +83,25 @@ class TestReplay:
             assert none["after"] < warm["after"]
 
     def test_a_silent_node_gets_nothing_new_once_a_probe_has_failed(self) -> None:
-        outcome = Groups(SPEC, 2, 1, SpareKind.WARM, "node", 1).run(arrivals(ROWS, SPEC, 1))
-        lost_s = SPEC.duration_s / 2
-        sent_there_s = [r.arrival_s - lost_s for r in outcome.requests if r.attempts > 1 and r.arrival_s >= lost_s]
+        """In whatever phase of the probes' round it is lost: just before one, the probe tells; just after it, the heartbeats."""
+        rows, last_s = arrivals(ROWS, SPEC, 1), []
+        for phase_s in (0.0, 0.1, 1.0, 2.3, 3.5, 4.9, 5.9):
+            lost_s = SPEC.duration_s / 2 + phase_s
+            outcome = Groups(SPEC, 2, 1, SpareKind.WARM, "node", 1, lost_s=lost_s).run(rows)
+            last_s.append(max(r.arrival_s - lost_s for r in outcome.requests if r.attempts > 1 and r.arrival_s >= lost_s))
         # 3 s until its heartbeat is missed, a second at most until that is seen, 2 s for the probe; the keep-alive takes 15.
-        assert sent_there_s
-        assert max(sent_there_s) <= 6.0
+        assert max(last_s) <= 6.0
+        assert max(last_s) > 2.5, "the phases are not all the best one"
+        assert min(last_s) < 2.5
+
+    def test_the_seeds_are_phases_of_a_whole_round_of_probes(self, record: dict[str, Any]) -> None:
+        rules = rules_of(Settings())
+        assert rules.probe_interval_s + rules.heartbeat_interval_s <= SPEC.phase_s
+        phases = sorted(SPEC.lost_s(seed) - SPEC.duration_s / 2 for seed in FailoverSpec().seeds)
+        gaps = [after - before for before, after in pairwise([*phases, phases[0] + SPEC.phase_s])]
+        assert len(phases) == 6
+        assert max(gaps) < 0.3 * SPEC.phase_s
+        assert {run["lost_s"] for run in record["runs"]} == {SPEC.lost_s(1)}
 
     def test_who_was_on_the_lost_group_is_retried_and_nobody_fails_with_its_process(self, record: dict[str, Any]) -> None:
         for arm in range(4):
@@ -96,7 +112,18 @@ class TestReplay:
     def test_it_is_shown(self, record: dict[str, Any]) -> None:
         text = table(record)
         assert "2 + 1 spare" in text
-        for words in ("a process is lost", "a node is lost", "2, no spare", "2 + 1 placed", "2 + 1 warm", "3, all serve", "not"):
+        assert f"\n{'':<26}{SPEC.lost_s(1) - 450.0:>8.1f}\n" in text
+        for words in (
+            "1 of 1",
+            "(mean)",
+            "a process is lost",
+            "a node is lost",
+            "2, no spare",
+            "2 + 1 placed",
+            "2 + 1 warm",
+            "3, all serve",
+            "not",
+        ):
             assert words in text
 
     def test_the_same_seed_is_the_same_run(self, record: dict[str, Any]) -> None:
@@ -112,11 +139,14 @@ def test_a_request_counts_as_kept_within_both_objectives_only() -> None:
     lost, failed = request(None, None), request(441.0, 441.5, failed=True, attempts=3)
     assert [r.kept(SPEC) for r in (quick, late, slow, lost, failed)] == [True, False, False, False, False]
     after = Request(460.0, 10, 11, attempts=2, first_s=471.0, last_s=471.5)
-    found = judged(Outcome([quick, late, slow, failed, after], [(0.0, 2), (450.0, 1), (480.0, 2)]), SPEC, 2)
+    found = judged(Outcome([quick, late, slow, failed, after], [(0.0, 2), (450.0, 1), (480.0, 2)], 450.0), SPEC, 2)
     assert (found["before"], found["after"], found["rest"]) == (0.25, 0.0, 1.0)
     assert (found["failed"], found["retried"], found["capacity_back_s"], found["last_late_s"]) == (1, 1, 30.0, 10.0)
     assert not found["holds"]
     assert found["bins"] == [{"from_s": -10.0, "came": 4, "kept": 1}, {"from_s": 10.0, "came": 1, "kept": 0}]
+    earlier = judged(Outcome([quick, late, slow, failed, after], [(0.0, 2), (435.0, 1), (480.0, 2)], 435.0), SPEC, 2)
+    assert (earlier["before"], earlier["after"], earlier["last_late_s"]) == (1.0, 0.2, 25.0), "by when it was lost"
+    assert [bin_["from_s"] for bin_ in earlier["bins"]] == [0.0, 20.0]
 
 
 def test_the_command_prints_and_writes_its_record(tmp_path: Path) -> None:
@@ -129,6 +159,10 @@ def test_the_command_prints_and_writes_its_record(tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert "200 rows of a trace" in ran.output
     assert json.loads(out.read_text())["kind"] == "bench-failover"
+    for name, said in (("drawn.doc", "has to end in one of"), ("nowhere/drawn.png", "there is no folder")):
+        refused = CliRunner().invoke(app, ["bench", "failover", "--trace", "unread.csv", "--plot", str(tmp_path / name)])
+        assert refused.exit_code == 2
+        assert said in refused.output, "before the run"
     missing = CliRunner().invoke(app, ["bench", "failover", "--trace", str(tmp_path / "none.csv")])
     assert missing.exit_code == 1
     assert "none.csv" in missing.output

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from coordinator import admin_call, cli, pools_cli
@@ -114,6 +115,30 @@ def test_status_for_people(calls: list[Any]) -> None:
     text = run("status").output
     for word in ("decode-1", "ready", "25%", "127.0.0.1:8000", "target"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("width", "worker", "command"),
+    [
+        (60, "decode-1", ["status"]),
+        (60, "decode-1", ["get", "workers"]),
+        (40, "prefill-2", ["scale", "decode", "--replicas", "3", "--dry-run"]),
+    ],
+)
+def test_a_narrow_terminal_cuts_no_cell(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, width: int, worker: str, command: list[str]
+) -> None:
+    """Not a name, not a reason: what does not fit goes on in the cell's next line."""
+    narrow = Console(width=width, force_terminal=True, color_system=None, record=True)
+    monkeypatch.setattr(admin_call, "output_console", lambda: narrow)
+    assert run(*command, COLUMNS=str(width)).exit_code == 0
+    shown = narrow.export_text()
+    assert "\u2026" not in shown
+    assert worker not in shown, "it does not fit in a line"
+    assert max(len(line) for line in shown.splitlines()) <= width
+    rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in shown.splitlines() if "\u2502" in line]
+    columns = zip(*(row for row in rows if len(row) == max(map(len, rows))), strict=True)
+    assert any(worker in "".join(column) for column in columns)
 
 
 def test_the_admin_address_option_beats_the_environment_beats_the_default(calls: list[Any]) -> None:

@@ -142,7 +142,10 @@ class TestAdopt:
         rig.again()
         rig.pools.adopt({D1}, 50.0)
         assert rig.fleet.views(50.0) == tuple(replace(view, running=0) for view in before)
-        assert [type(a) for a in rig.actions(50.5) if not isinstance(a, StartWorker)] == []
+        asked = [a for a in rig.actions(50.5) if not isinstance(a, StartWorker)]
+        assert asked == [ProbeWorker(D1)], "whether it is still there, is asked at once"
+        rig.fleet.probed(D1, False, 52.5, host_silent=True)
+        assert rig.fleet.views(52.5)[0].silent
         rig.fleet.heard(beat(uptime_s=40.0), 51.0)
         assert rig.fleet.members[D1].record.created_s == 11.0
 

@@ -164,6 +164,46 @@ async def test_gateways_hear_of_a_silence_when_it_begins_and_when_it_is_over(fle
     ]
 
 
+async def test_one_probe_that_fails_while_it_beats_takes_no_traffic_from_it(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    change = fleet.last_change
+    fleet.probed(D1, False, 2.0)
+    [view] = fleet.views(2.0)
+    assert (view.silent, view.detail, fleet.last_change) == (False, "its data plane does not answer", change)
+    fleet.probed(D1, False, 3.0)
+    assert fleet.views(3.0)[0].silent, "the second in a row"
+    assert fleet.last_change > change
+    assert fleet.heard(beat(), 3.5)
+    assert fleet.views(3.5)[0].silent, "a heartbeat is no answer of its data plane"
+
+
+async def test_a_late_heartbeat_and_one_failed_probe_are_a_silence_until_it_beats(fleet: Fleet) -> None:
+    fleet.heard(beat(), 1.0)
+    fleet.probed(D1, False, 1.0 + 3.1)
+    assert fleet.views(4.1)[0].silent
+    change = fleet.last_change
+    fleet.heard(beat(), 4.2)
+    assert not fleet.views(4.2)[0].silent
+    assert fleet.last_change > change
+
+
+async def test_a_host_that_cannot_be_dialled_is_offered_again_when_its_worker_beats_past_the_grace_time(fleet: Fleet) -> None:
+    """A partition of one direction: nobody would ever fence the worker, and it would stand idle as `ready` for ever."""
+    heard = []
+    for second in range(40):
+        before = fleet.last_change
+        fleet.heard(beat(), float(second))
+        fleet.probed(D1, False, second + 0.5, host_silent=True)
+        heard += [(second, fleet.views(second + 0.5)[0].silent)] if fleet.last_change > before else []
+    assert heard == [(0, True), (21, False)]
+    assert "it beats, but the coordinator cannot reach its host" in fleet.views(40.0)[0].detail
+    fleet.probed(D1, False, 39.0 + 3.1, host_silent=True)
+    assert fleet.views(42.1)[0].silent, "when the heartbeats stay away as well, it is no longer one direction"
+    fleet.heard(beat(), 43.0)
+    fleet.probed(D1, True, 43.5)
+    assert fleet.views(43.5)[0].detail == ""
+
+
 async def test_only_short_lives_make_a_crash_loop(fleet: Fleet) -> None:
     fleet.created(D1, "decode", Role.DECODE, 0, 0.0)
     fleet.died(D1, "no memory", 5.0)

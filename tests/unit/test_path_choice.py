@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,27 @@ def test_only_what_can_be_taken_is_decided_on() -> None:
     log = chooser()
     decide(log, transport="nixl")
     assert (log.auto.log[0].why, set(log.auto.log[0].loads)) == ("only_path", {COLOCATED})
+
+
+@pytest.mark.parametrize("silent", [P, D])
+def test_what_is_silent_is_not_predicted_with_while_another_is_not(silent: WorkerView) -> None:
+    other = D if silent is P else P
+    made = chooser(*(replace(each, silent=each is silent) for each in (P, D)), explore_share=1.0)
+    for number in range(20):
+        made.phases.prompt_sent(f"{number}", other.incarnation, 300, decodes=True)
+        made.router.load.charge(other.incarnation, 300)
+    assert decide(made) == COLOCATED
+    decision = made.auto.log[-1]
+    assert (decision.why, decision.solo_role, set(decision.loads)) == ("only_path", other.role, {COLOCATED})
+
+
+def test_what_is_silent_is_predicted_with_where_nothing_else_is_there() -> None:
+    made = chooser(replace(P, silent=True), replace(D, silent=True))
+    decide(made)
+    assert set(made.auto.log[-1].loads) == {SPLIT, COLOCATED}
+    alone = chooser(replace(P, silent=True), D, replace(worker_view("c", Role.COLOCATED), silent=True))
+    assert decide(alone) == COLOCATED
+    assert alone.auto.log[-1].solo_role is Role.DECODE, "in whatever tier"
 
 
 def test_whether_a_request_explores_is_told_by_its_id() -> None:

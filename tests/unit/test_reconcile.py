@@ -177,6 +177,18 @@ class TestLiveness:
         (action,) = run([target()], [silent])
         assert isinstance(action, FenceWorker)
 
+    def test_one_that_drains_is_probed_until_it_answers_again(self) -> None:
+        drains = {"state": WorkerState.DRAINING, "drain_since_s": NOW - 9, "draining_until_s": NOW + 99}
+        assert run([target(replicas=0)], [worker(probed_s=NOW - 5.1, failed_probes=1, **drains)]) == [
+            ProbeWorker(WorkerId("decode-1"))
+        ]
+        assert run([target(replicas=0)], [worker(probed_s=NOW - 1.1, failed_probes=1, **drains)]) == [], "its drain goes on"
+        assert run([target(replicas=0)], [worker(probed_s=NOW - 5.1, **drains)]) == []
+
+    def test_one_that_a_former_coordinator_knew_is_probed_at_once(self) -> None:
+        assert run([target()], [worker(created_s=NOW, heartbeat_s=None, probed_s=None)]) == [ProbeWorker(WorkerId("decode-1"))]
+        assert run([target()], [worker(created_s=NOW, heartbeat_s=None, probed_s=NOW)]) == []
+
     def test_beating_but_deaf_is_fenced(self) -> None:
         [action] = run([target()], [worker(failed_probes=3)])
         assert isinstance(action, FenceWorker)

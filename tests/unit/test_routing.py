@@ -256,6 +256,53 @@ def test_a_worker_that_answers_the_coordinator_nothing_is_the_last_choice() -> N
     assert pair(made).prefill.worker_id == "p1"
 
 
+def silent(view: WorkerView) -> WorkerView:
+    return replace(view, silent=True)
+
+
+def solo(made: Router, role: Role | None = None) -> SoloRoute:
+    route = made.choose((SoloGoal(role=role),), NOW)
+    assert isinstance(route, SoloRoute), route
+    return route
+
+
+def test_one_that_answers_is_taken_in_whatever_tier() -> None:
+    colocated = worker_view("c", Role.COLOCATED)
+    made = router(silent(colocated), worker_view("p"), decode_view("d"))
+    seen = Counter(solo(made).worker.worker_id for _ in range(50))
+    assert set(seen) == {"p", "d"}
+    assert solo(made).notes == ()
+    alone = router(silent(colocated), silent(worker_view("p")), silent(decode_view("d")))
+    assert solo(alone).worker.worker_id == "c", "where all are silent, tiers are what they were"
+    assert solo(alone).notes == ("last_resort_taken",)
+
+
+def test_a_pair_that_answers_is_taken_in_whatever_group_and_over_whatever_transport() -> None:
+    a, b = (worker_view("pa", fingerprint=b"a"), decode_view("da", fingerprint=b"a")), (
+        worker_view("pb", fingerprint=b"b", transports=("grpc",)), decode_view("db", fingerprint=b"b")
+    )  # fmt: skip
+    for first in ((a[0], silent(a[1])), (silent(a[0]), a[1])):
+        route = pair(router(*first, *b))
+        assert (route.prefill.worker_id, route.decode.worker_id) == ("pb", "db")
+        assert route.notes == ("transport_fallback",)
+    one_each = pair(router(silent(worker_view("p1")), worker_view("p2"), silent(decode_view("d"))))
+    assert (one_each.prefill.worker_id, one_each.notes) == ("p2", ("last_resort_taken",)), "of the ends as few as can be"
+
+
+def test_a_prompt_that_is_computed_stays_where_it_is() -> None:
+    p1, p2 = silent(worker_view("p1")), worker_view("p2")
+    made = router(p1, p2, decode_view("d1"), decode_view("d2"))
+    assert pair(made, prefer_prefill=p1.incarnation).prefill.worker_id == "p1", "it has just answered this gateway"
+
+
+def test_silence_is_no_reason_of_a_refusal() -> None:
+    made = router(silent(worker_view("p")), decode_view("d", transports=("grpc",)))
+    refusal = made.choose((PairGoal(prompt_tokens=1, transport="ucx"),), NOW)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reasons["transport_missing"] == 1
+    assert "last_resort" not in refusal.reasons
+
+
 # Breakers -------------------------------------------------------------------------------------------------------------
 
 

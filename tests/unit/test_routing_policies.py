@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -362,6 +363,45 @@ def test_a_session_leaves_a_loaded_worker_for_its_next_one() -> None:
     away = {pair(made, prompt(1), session="s").prefill.worker_id for _ in range(10)}
     assert len(away) == 1
     assert home.worker_id not in away
+
+
+# Silence --------------------------------------------------------------------------------------------------------------
+
+POLICIES = ("least_loaded", "power_of_two", "round_robin", "session_affinity", "prefix_aware")
+THREE = [worker_view(f"c{i}", Role.COLOCATED) for i in range(3)]
+
+
+def takes(made: Router, number: int, session: str = "") -> str:
+    ask = made.ask([number] * BLOCK, session)
+    return worker_of(made.choose((SoloGoal(),), NOW + number, ask))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("silent", [{0}, {0, 1}, {1, 2}])
+def test_who_is_silent_gets_nothing_while_another_is_not(policy: str, silent: set[int]) -> None:
+    made = router(*(replace(view, silent=place in silent) for place, view in enumerate(THREE)), policy=policy)
+    others = {view.worker_id for place, view in enumerate(THREE) if place not in silent}
+    for name in others:
+        made.load.charge(f"{name}-i", 10**6)
+    assert {takes(made, number, f"s{number % 7}") for number in range(200)} == others
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_all_are_silent_every_policy_does_what_it_did(policy: str) -> None:
+    """By load, turn, session and prefix. What is drawn may be drawn otherwise."""
+    made, silent = router(*THREE, policy=policy), router(*(replace(view, silent=True) for view in THREE), policy=policy)
+    for one in (made, silent):
+        one.load.charge(THREE[0].incarnation, 900)
+    seen: list[list[str]] = [[], []]
+    for number in range(600):
+        session = f"s{number % 7}" if number % 2 else ""
+        for took, one in zip(seen, (made, silent), strict=True):
+            took.append(takes(one, number % 20, session))
+    if policy != "power_of_two":
+        assert seen[0] == seen[1]
+    shares = [Counter(took) for took in seen]
+    assert set(shares[0]) == set(shares[1])
+    assert all(shares[1][name] == pytest.approx(count, rel=0.2) for name, count in shares[0].items())
 
 
 # Settings -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,8 @@ class TestShown:
         shown = [worker_status(view, None) for view in views]
         assert [state_of(s) for s in shown] == ["starting", "placed, spare", "placed, spare"]
         assert [s.detail for s in shown] == ["", "its place is reserved", "no node has its place free"]
+        deaf = worker_status(replace(views[0], state=WorkerState.READY, silent=True), None)
+        assert state_of(deaf) == "ready, silent"
         behind = _pool_behind(admin_pb2.GetStatusResponse(pools=[status]), "decode")
         assert behind == ["pool decode: 0 ready, 1 starting, 0 draining of 1, 1 of 2 spares"]
 
