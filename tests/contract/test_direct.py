@@ -321,66 +321,69 @@ async def test_messages_that_are_none_change_nothing(pair: NodePair) -> None:
     await pair.settled()
 
 
+class LoneAsking:
+    """The receiver's end of an ask without UCX: the test answers, lets bytes land and moves the clock. One second's limit."""
+
+    def __init__(self) -> None:
+        core = SimpleNamespace(lost=lambda peer: False, post=lambda operation: None, condition=lambda peer: "all is well")
+        self._asks: Any = SimpleNamespace(now=0.0, core=core)
+        self.failures: list[Exception] = []
+        takes: Any = SimpleNamespace(
+            place=lambda header, ahead: np.zeros(1, np.uint8),
+            coming=lambda header, memory: None,
+            landed=lambda header, memory: None,
+            summed=lambda index, value: None,
+            failed=self.failures.append,
+        )
+        self._landed: list[Any] = []
+        peer = Peer("sender", b"address", error_handling=True)
+        self._asking = Asking(self._asks, peer, 7, takes, self._operation, 1.0, pb.TransferGrant())
+
+    def _operation(self, header: pb.ChunkHeader, memory: Any, settled: Any, *, announced: bool) -> Any:
+        self._landed.append(settled)
+
+    def answer(self, **fields: Any) -> None:
+        self._asking._answered(pb.FetchAnswer(proof=self._asking._proof, **fields).SerializeToString())
+
+    def land(self, index: int) -> None:
+        self._landed[index](None)
+
+    def look(self, now: float) -> None:
+        self._asks.now = now
+        self._asking.check(now)
+
+
 def test_a_slow_link_is_not_late_while_chunks_land() -> None:
     """All are announced at once and share the link: the last one may take many times as long as one chunk's limit."""
-    core = SimpleNamespace(lost=lambda peer: False, post=lambda operation: None, condition=lambda peer: "all is well")
-    asks: Any = SimpleNamespace(now=0.0, core=core)
-    failures: list[Exception] = []
-    takes: Any = SimpleNamespace(
-        place=lambda header, ahead: np.zeros(1, np.uint8),
-        coming=lambda header, memory: None,
-        landed=lambda header, memory: None,
-        failed=failures.append,
-    )
-    settled: list[Any] = []
-    peer = Peer("sender", b"address", error_handling=True)
-    asking = Asking(asks, peer, 7, takes, lambda header, memory, done, announced: settled.append(done), 1.0, pb.TransferGrant())
+    lone = LoneAsking()
     for index in range(3):
-        asking._answered(pb.FetchAnswer(header=pb.ChunkHeader(index=index), proof=asking._proof).SerializeToString())
-    for landed_at, done in ((0.9, settled[0]), (1.8, settled[1])):
-        asks.now = landed_at
-        asking.check(landed_at)
-        done(None)
-    asking.check(2.7)
-    assert not failures
-    asking.check(2.9)
-    assert isinstance(failures[0], TransportError)
-    assert failures[0].reason == "timeout"
+        lone.answer(header=pb.ChunkHeader(index=index))
+    for index, landed_at in enumerate((0.9, 1.8)):
+        lone.look(landed_at)
+        lone.land(index)
+    lone.look(2.7)
+    assert not lone.failures
+    lone.look(2.9)
+    assert isinstance(lone.failures[0], TransportError)
+    assert lone.failures[0].reason == "timeout"
 
 
 @pytest.mark.parametrize("lost", ["checksum", "bytes"])
 def test_what_is_announced_is_late_only_once_some_of_it_has_come(lost: str) -> None:
-    core = SimpleNamespace(lost=lambda peer: False, post=lambda operation: None, condition=lambda peer: "all is well")
-    asks: Any = SimpleNamespace(now=0.0, core=core)
-    failures: list[Exception] = []
-    takes: Any = SimpleNamespace(
-        place=lambda header, ahead: np.zeros(1, np.uint8),
-        coming=lambda header, memory: None,
-        landed=lambda header, memory: None,
-        summed=lambda index, value: None,
-        failed=failures.append,
-    )
-    settled: list[Any] = []
-    peer = Peer("sender", b"address", error_handling=True)
-    asking = Asking(asks, peer, 7, takes, lambda header, memory, done, announced: settled.append(done), 1.0, pb.TransferGrant())
-
-    def answer(**fields: Any) -> None:
-        asking._answered(pb.FetchAnswer(proof=asking._proof, **fields).SerializeToString())
-
-    for index in range(2):
-        answer(header=pb.ChunkHeader(index=index), announced=True)
-        asking.check(10.0 * index + 9)
-        assert not failures, "the prompt is still computed"
-        asks.now = 10.0 * index + 10
+    lone = LoneAsking()
+    for index, computed_at in enumerate((10.0, 20.0)):
+        lone.answer(header=pb.ChunkHeader(index=index), announced=True)
+        lone.look(computed_at)
+        assert not lone.failures, "the prompt is still computed"
         if index == 0 or lost == "bytes":
-            answer(checksum=pb.ChunkChecksum(index=index))
+            lone.answer(checksum=pb.ChunkChecksum(index=index))
         if index == 0 or lost == "checksum":
-            settled[index](None)
-    asking.check(20.9)
-    assert not failures
-    asking.check(21.1)
-    assert isinstance(failures[0], TransportError)
-    assert "1 is due" in str(failures[0])
+            lone.land(index)
+    lone.look(20.9)
+    assert not lone.failures
+    lone.look(21.1)
+    assert isinstance(lone.failures[0], TransportError)
+    assert "1 is due" in str(lone.failures[0])
 
 
 class Copy:
@@ -415,8 +418,12 @@ def block_crcs(transfer: Transfer) -> np.ndarray:
 
 
 @pytest.mark.parametrize("gather_sums", [True, False])
-async def test_a_header_comes_while_its_blocks_are_gathered_and_its_checksum_later(pair: NodePair, gather_sums: bool) -> None:
-    transfer = transfer_of(pair, 40)
+@pytest.mark.parametrize("num_tokens", [40, 320])
+async def test_a_header_comes_while_its_blocks_are_gathered_and_its_checksum_later(
+    pair: NodePair, num_tokens: int, gather_sums: bool
+) -> None:
+    """Of the first chunk; several follow at once."""
+    transfer = transfer_of(pair, num_tokens)
     pull, copy = await announced(pair, transfer, block_crcs(transfer) if gather_sums else None)
     assert pair.receivers[0].receive_view(transfer.id) is None
     assert not pull.done()
